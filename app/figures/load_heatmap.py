@@ -1,0 +1,327 @@
+"""Expert-by-step load: one row of panels per MoE layer, one column per run, one scale for all.
+
+Shape legend: S recorded steps, E experts, C columns drawn, R rows drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.subplots import make_subplots
+
+from app.figures.inputs import LoadSeries
+from app.figures.pooling import (
+    StepColumns,
+    expert_groups,
+    group_labels,
+    pool_columns,
+    pool_experts,
+    step_columns,
+)
+from app.figures.theme import (
+    BEYOND_Z,
+    Theme,
+    category_ticks,
+    figure_layout,
+    load_coloraxis,
+    load_z,
+    number,
+    palette,
+    plain,
+)
+from moe_core.metrics import load_ratio
+
+MAX_COLUMNS = 400
+MAX_ROWS = 128
+MAX_CLICKABLE_CELLS = 4000
+_HEADING = 26  # pixels between rows of panels
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeatmapCells:
+    """What one panel draws: z_RC on the load scale (NaN: no data), its columns and rows, numbers for hover."""
+
+    z_RC: NDArray[np.float64]
+    columns: StepColumns
+    labels: list[str]  # R
+    numbers_RCN: NDArray[np.float64]  # see _hover
+
+
+def heatmap_cells(
+    series: LoadSeries, *, max_columns: int = MAX_COLUMNS, max_rows: int = MAX_ROWS
+) -> HeatmapCells:
+    """Pool one series into cells, by the maximum of load / uniform share (see `app.figures.pooling`).
+
+    numbers_RCN holds, per cell: first step, last step, largest load / uniform share, its mean over the covered
+    steps, assignments in all, first expert, last expert.
+    """
+    ratio_SE = np.asarray(load_ratio(series.load_SE), dtype=np.float64).reshape(series.load_SE.shape)
+    columns = step_columns(series.steps_S, max_columns)
+    first_R = expert_groups(series.num_experts, max_rows)
+    last_R = np.append(first_R[1:], series.num_experts) - 1
+    pooled_CR = pool_experts(pool_columns(ratio_SE, columns), first_R)
+
+    filled = ~columns.hole_C
+    shape = pooled_CR.shape
+    numbers = np.full((*shape, 7), np.nan)
+    numbers[..., 2] = pooled_CR
+    numbers[..., 5] = first_R
+    numbers[..., 6] = last_R
+    if filled.any():
+        start = columns.start_C[filled]
+        numbers[filled, :, 0] = series.steps_S[start][:, None]
+        numbers[filled, :, 1] = series.steps_S[columns.stop_C[filled] - 1][:, None]
+        known_SE = ~np.isnan(ratio_SE)
+        covered = _sum_blocks(known_SE, start, first_R)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            numbers[filled, :, 3] = _sum_blocks(np.where(known_SE, ratio_SE, 0.0), start, first_R) / covered
+        assignments = _sum_blocks(np.nan_to_num(series.load_SE.astype(np.float64)), start, first_R)
+        numbers[filled, :, 4] = np.where(covered > 0, assignments, np.nan)
+    return HeatmapCells(
+        z_RC=load_z(pooled_CR).T,
+        columns=columns,
+        labels=group_labels(first_R, series.num_experts),
+        numbers_RCN=numbers.transpose(1, 0, 2),
+    )
+
+
+def _sum_blocks(values_SE: NDArray, start_C: NDArray[np.int64], first_R: NDArray[np.int64]) -> NDArray[np.float64]:
+    by_column = np.add.reduceat(values_SE.astype(np.float64), start_C, axis=0)
+    return np.asarray(np.add.reduceat(by_column, first_R, axis=1))
+
+
+def load_heatmap(
+    series: Sequence[LoadSeries],
+    *,
+    title: str,
+    theme: Theme = "light",
+    clickable: bool = False,
+    marker_step: int | None = None,
+    max_columns: int = MAX_COLUMNS,
+    max_rows: int = MAX_ROWS,
+    panel_height: int | None = None,
+    wrap_at: int = 88,
+) -> go.Figure:
+    """Load / uniform share of every expert over the steps, runs side by side, layers below each other.
+
+    series: one per run and layer; runs stand in the order they first come, layers ascend. All panels share the step
+    axis and the load scale. A run without one of the layers gets an empty panel that says so.
+    clickable: add an invisible point in each cell with customdata (layer, expert, step, ...), as long as there are at
+    most MAX_CLICKABLE_CELLS cells (Streamlit passes on no selection of heatmap cells).
+    marker_step: draw a line at this step. max_columns, max_rows: pool steps or experts beyond these.
+    """
+    p = palette(theme)
+    runs = list(dict.fromkeys(s.run for s in series))
+    layers = sorted({s.layer for s in series})
+    by_panel = {(s.layer, s.run): s for s in series}
+    if len(by_panel) != len(series):
+        raise ValueError("two series have the same run and layer")
+    cells = {
+        key: heatmap_cells(s, max_columns=max_columns, max_rows=max_rows) for key, s in by_panel.items()
+    }
+    rows, cols = max(len(layers), 1), max(len(runs), 1)
+    heights = [
+        panel_height or _panel_height(max(len(cells[k].labels) for k in cells if k[0] == layer), rows)
+        for layer in layers
+    ] or [160]
+    plot_height = sum(heights) + _HEADING * (rows - 1)
+    fig = make_subplots(
+        rows=rows,
+        cols=cols,
+        shared_xaxes=True,
+        row_heights=heights,
+        vertical_spacing=_HEADING / plot_height if rows > 1 else 0.0,
+        horizontal_spacing=min(0.05, 0.3 / cols),
+        column_titles=[plain(run) for run in runs] if runs else None,
+    )
+    total_cells = sum(c.z_RC.size for c in cells.values())
+    extent = _extent(cells.values())
+    for row, layer in enumerate(layers, start=1):
+        counts = {by_panel[layer, run].num_experts for run in runs if (layer, run) in by_panel}
+        for col, run in enumerate(runs, start=1):
+            if (layer, run) not in cells:
+                _empty_panel(fig, row, col, f"layer {layer} of this run has no experts", theme)
+                continue
+            one, panel = by_panel[layer, run], cells[layer, run]
+            hover = _hover(one, panel)
+            _add_cells(fig, row, col, panel, hover)
+            _mark_beyond(fig, row, col, panel)
+            if clickable and total_cells <= MAX_CLICKABLE_CELLS:
+                _add_points(fig, row, col, panel, layer, hover)
+            for restart in one.restarts:
+                fig.add_vline(x=restart - 0.5, row=row, col=col, line={"color": p.text, "width": 1, "dash": "dot"})
+            fig.update_yaxes(
+                type="category",
+                categoryorder="array",
+                categoryarray=panel.labels,
+                tickvals=category_ticks(panel.labels, max(heights[row - 1] // 22, 2)),
+                range=[-0.5, len(panel.labels) - 0.5],
+                showticklabels=col == 1 or len(counts) > 1,
+                row=row,
+                col=col,
+            )
+        fig.update_yaxes(title_text=f"layer {layer}<br>expert", row=row, col=1)
+    if marker_step is not None and series:
+        fig.add_vline(x=marker_step, line={"color": p.text, "width": 1.5})
+    fig.update_xaxes(title_text="step", row=rows)
+    bounds = {s.bound for s in series}
+    figure_layout(
+        fig,
+        title=title,
+        theme=theme,
+        note=_note(list(cells.values())),
+        height=plot_height + 56,
+        legend=False,
+        head=30 if runs else 12,
+        right=150,
+        left=76,
+        wrap_at=wrap_at,
+    )
+    fig.update_xaxes(range=extent, showgrid=False, ticks="outside", ticklen=4)
+    fig.update_yaxes(showgrid=False, ticks="")
+    fig.update_layout(
+        plot_bgcolor=p.no_data,
+        coloraxis=load_coloraxis(theme, bound=bounds.pop() if len(bounds) == 1 else None),
+        hovermode="closest",
+    )
+    return fig
+
+
+def _panel_height(rows: int, panels: int) -> int:
+    """Pixels: 12 a row where there is room, never so many that two layers cannot be seen together."""
+    return int(np.clip(rows * 13, 110, 210 if panels > 1 else 330))
+
+
+def _extent(cells: Any) -> list[float]:
+    edges = np.concatenate([c.columns.edges for c in cells] or [np.array([-0.5, 0.5])])
+    return [float(edges.min()), float(edges.max())]
+
+
+def _note(cells: Sequence[HeatmapCells]) -> str | None:
+    """What was pooled, in words."""
+    parts = []
+    steps = max((c.columns.per_column for c in cells), default=1)
+    if steps > 1:
+        parts.append(f"each column shows an expert's busiest of {steps} recorded steps")
+    experts = max((c.numbers_RCN[:, :, 6] - c.numbers_RCN[:, :, 5]).max(initial=0) + 1 for c in cells) if cells else 1
+    if experts > 1:
+        parts.append(f"each row the busiest of {int(experts)} experts")
+    if not parts:
+        return None
+    return ", ".join(parts).capitalize() + "; purple only where all of them are idle."
+
+
+def _hover(series: LoadSeries, cells: HeatmapCells) -> str:
+    """Hover template: customdata is layer first, then the numbers of `heatmap_cells`."""
+    pooled_steps = cells.columns.per_column > 1
+    pooled_experts = len(cells.labels) < series.num_experts
+    step = "steps %{customdata[0]:,d} to %{customdata[1]:,d}" if pooled_steps else "step %{customdata[0]:,d}"
+    lines = [f"<b>{plain(series.run)}</b>, layer {series.layer}", f"expert %{{y}}, {step}"]
+    if pooled_steps or pooled_experts:
+        lines.append("busiest %{customdata[2]:.3f} x the uniform share, mean %{customdata[3]:.3f} x")
+        lines.append("%{customdata[4]:,d} assignments in all")
+    else:
+        lines.append("%{customdata[2]:.3f} x the uniform share")
+        lines.append("%{customdata[4]:,d} assignments")
+    lines.append(f"most possible: {number(series.bound)} x")
+    return "<br>".join(lines) + "<extra></extra>"
+
+
+def _add_cells(fig: go.Figure, row: int, col: int, cells: HeatmapCells, hover: str) -> None:
+    if cells.z_RC.size == 0:
+        return
+    fig.add_trace(
+        go.Heatmap(
+            x=cells.columns.edges,
+            y=cells.labels,
+            z=cells.z_RC.astype(np.float32),
+            customdata=_compact(cells.numbers_RCN[..., :5]),
+            coloraxis="coloraxis",
+            hovertemplate=hover,
+            hoverongaps=False,
+        ),
+        row=row,
+        col=col,
+    )
+
+
+def _compact(numbers: NDArray[np.float64]) -> NDArray:
+    """float32 where it holds every whole number exactly: half the bytes to the browser."""
+    exact = np.nanmax(numbers, initial=0) < 2**24
+    return numbers.astype(np.float32) if exact else numbers
+
+
+def _mark_beyond(fig: go.Figure, row: int, col: int, cells: HeatmapCells) -> None:
+    """A mark in each stretch of cells beyond 16, so that clipped cells differ by more than their colour."""
+    beyond = cells.z_RC == BEYOND_Z
+    x, y = [], []
+    centres = (cells.columns.edges[:-1] + cells.columns.edges[1:]) / 2
+    for r in np.flatnonzero(beyond.any(axis=1)):
+        change = np.flatnonzero(np.diff(np.concatenate([[False], beyond[r], [False]]).astype(np.int8)))
+        for first, stop in change.reshape(-1, 2):
+            x.append(float(centres[first] + centres[stop - 1]) / 2)
+            y.append(cells.labels[r])
+    if x:
+        fig.add_trace(
+            go.Scatter(
+                x=x,
+                y=y,
+                mode="markers",
+                marker={"symbol": "triangle-up", "size": 7, "color": "#ffffff"},
+                hoverinfo="skip",
+                showlegend=False,
+                name="beyond 16x",
+            ),
+            row=row,
+            col=col,
+        )
+
+
+def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: int, hover: str) -> None:
+    """Invisible points, one a cell, that can be clicked; customdata = (layer, expert, step, ...hover numbers)."""
+    known_r, known_c = np.nonzero(~np.isnan(cells.z_RC))
+    numbers = cells.numbers_RCN[known_r, known_c]
+    centres = (cells.columns.edges[:-1] + cells.columns.edges[1:]) / 2
+    data = np.column_stack([np.full(len(known_r), layer), numbers[:, 5], numbers[:, 0], numbers[:, :5]])
+    for i in reversed(range(5)):  # the points carry three more fields in front
+        hover = hover.replace(f"customdata[{i}]", f"customdata[{i + 3}]")
+    fig.add_trace(
+        go.Scatter(
+            x=centres[known_c],
+            y=[cells.labels[r] for r in known_r],
+            customdata=data,
+            mode="markers",
+            marker={"size": 12, "opacity": 0},
+            selected={"marker": {"opacity": 0}},
+            unselected={"marker": {"opacity": 0}},
+            hovertemplate=hover,
+            showlegend=False,
+            name="cells",
+        ),
+        row=row,
+        col=col,
+    )
+
+
+def _empty_panel(fig: go.Figure, row: int, col: int, text: str, theme: Theme) -> None:
+    # An annotation alone would leave the subplot out of the figure: give it one point that is not drawn.
+    fig.add_trace(
+        go.Scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", name="empty"), row=row, col=col
+    )
+    fig.update_yaxes(showticklabels=False, row=row, col=col)
+    fig.add_annotation(
+        text=text,
+        x=0.5,
+        y=0.5,
+        xref="x domain",
+        yref="y domain",
+        showarrow=False,
+        font={"size": 13, "color": palette(theme).text},
+        row=row,
+        col=col,
+    )

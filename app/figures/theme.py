@@ -1,0 +1,400 @@
+"""Colours, the load scale and the common layout of every figure: the one place where they are decided.
+
+Load is drawn as load over the uniform share, on a log2 scale that is the same in every view, in both themes and
+over a whole run: white at 1, blue below, red above, ends at 1/16 and 16. Three things are outside the scale and
+have colours of their own: idle (below 1/16, or no assignment at all), beyond 16, and no data.
+
+Streamlit's own plotly theme would replace these colours: show the figures with `st.plotly_chart(fig, theme=None)`
+and pass `theme` ("light" or "dark") to the functions that build them.
+"""
+
+from __future__ import annotations
+
+import html
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import ArrayLike, NDArray
+
+Theme = Literal["light", "dark"]
+
+FONT_FAMILY = '"Source Sans", "Source Sans 3", "Source Sans Pro", "Segoe UI", "DejaVu Sans", sans-serif'
+MONO_FAMILY = '"Source Code Pro", "DejaVu Sans Mono", Consolas, monospace'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Palette:
+    """Colours of one theme that carry no data: text, lines, grounds. CSS colours."""
+
+    text: str
+    muted: str
+    grid: str
+    ground: str  # the page behind the transparent figure
+    no_data: str  # a cell without a value
+    block: str  # things drawn without a value: dense layers, experts without load, weights of a shared part
+    block_line: str
+    hover: str
+
+
+PALETTES: Mapping[Theme, Palette] = {
+    "light": Palette(
+        text="#1f2328",
+        muted="#57606a",
+        grid="#e2e5e9",
+        ground="#ffffff",
+        no_data="#c9ced5",
+        block="#b4bdc8",
+        block_line="#6b7682",
+        hover="#ffffff",
+    ),
+    "dark": Palette(
+        text="#f0f2f5",
+        muted="#a9b1bd",
+        grid="#2c323d",
+        ground="#0e1117",
+        no_data="#464c57",
+        block="#5b6674",
+        block_line="#98a2b0",
+        hover="#1b2029",
+    ),
+}
+
+# Okabe and Ito, "Color Universal Design" (2008), in an order that keeps neighbours apart on both grounds. Their
+# black is left out: it vanishes on a dark page.
+OKABE_ITO: tuple[str, ...] = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#F0E442")
+# The same hues as lines and letters: yellow is too pale for a thin line on white, dark blue too dark on black.
+_LINE_COLOURS: Mapping[Theme, tuple[str, ...]] = {
+    "light": ("#D98E00", "#3A9BD9", "#009E73", "#C2609A", "#D55E00", "#0072B2", "#A89A00"),
+    "dark": ("#E69F00", "#56B4E9", "#1FBF92", "#DB93B9", "#F0762B", "#3D9BDB", "#F0E442"),
+}
+_DASHES: tuple[str, ...] = ("solid", "dash", "dot", "dashdot")
+
+
+def palette(theme: Theme) -> Palette:
+    """The palette of a theme. Raises ValueError for any other name."""
+    if theme not in PALETTES:
+        raise ValueError(f"theme must be 'light' or 'dark', got {theme!r}")
+    return PALETTES[theme]
+
+
+def categorical_colour(index: int, *, theme: Theme = "light", fill: bool = False) -> str:
+    """Colour of the run, domain or expert that stands at `index` (0, 1, ...) in a fixed order.
+
+    Colour-blind-safe (Okabe-Ito); from the eighth on the colours repeat, so use `line_dash` beside it.
+    `fill=True` gives the plain Okabe-Ito colour for areas, otherwise the shade that reads as a line on the theme.
+    """
+    palette(theme)
+    if index < 0:
+        raise ValueError(f"index must be at least 0, got {index}")
+    colours = OKABE_ITO if fill else _LINE_COLOURS[theme]
+    return colours[index % len(colours)]
+
+
+def line_dash(index: int) -> str:
+    """Dash pattern that tells apart the entries whose categorical colours repeat (0-6 solid, 7-13 dashed ...)."""
+    return _DASHES[(index // len(OKABE_ITO)) % len(_DASHES)]
+
+
+def colour_map(names: Sequence[str], *, theme: Theme = "light", fill: bool = False) -> dict[str, str]:
+    """Colours of runs or domains by their place in `names`: pass the same order everywhere to keep them."""
+    unique = list(dict.fromkeys(names))
+    return {name: categorical_colour(i, theme=theme, fill=fill) for i, name in enumerate(unique)}
+
+
+# ---------------------------------------------------------------------------------------------- the load scale
+
+LOAD_FLOOR = 1 / 16
+LOAD_CEILING = 16.0
+# Positions on the scale, in log2 units. Idle and beyond lie one unit past the ends, in bands of their own.
+IDLE_Z = -5.0
+BEYOND_Z = 5.0
+Z_RANGE = (-5.0, 5.0)
+
+IDLE_COLOUR = "#7b3fb0"
+BEYOND_COLOUR = "#4a0010"
+# log2(load / uniform share) -> colour. The blue end stays lighter than the idle purple, so that the two differ in
+# lightness too: purple and blue look alike to a red-blind reader.
+_LOAD_STOPS: tuple[tuple[float, str], ...] = (
+    (-4.0, "#3b8bc4"),
+    (-3.0, "#6aaad5"),
+    (-2.0, "#9dc8e3"),
+    (-1.0, "#cfe3f0"),
+    (0.0, "#ffffff"),
+    (1.0, "#fbd3bf"),
+    (2.0, "#f29b75"),
+    (3.0, "#d95847"),
+    (4.0, "#ab1226"),
+)
+_BAND = 4.5  # idle fills -5 .. -4.5 of the axis, beyond fills 4.5 .. 5
+_TICKS: tuple[tuple[float, str], ...] = (
+    (-4.0, "1/16"),
+    (-3.0, "1/8"),
+    (-2.0, "1/4"),
+    (-1.0, "1/2"),
+    (0.0, "1 (uniform)"),
+    (1.0, "2x"),
+    (2.0, "4x"),
+    (3.0, "8x"),
+    (4.0, "16x"),
+)
+
+
+def load_z(ratio: ArrayLike) -> NDArray[np.float64]:
+    """Place of load / uniform share on the load scale.
+
+    ratio: any shape, load over the uniform share (`moe_core.metrics.load_ratio`), NaN where there is no data.
+    Returns the same shape: log2(ratio) within [-4, 4], IDLE_Z below 1/16 (zero included), BEYOND_Z above 16, NaN
+    where there is no data. Raises ValueError for a negative ratio.
+    """
+    r = np.asarray(ratio, dtype=np.float64)
+    if np.any(r < 0):
+        raise ValueError(f"a load cannot be negative, got ratio {np.nanmin(r)}")
+    # A ratio is a quotient of counts: leave rounding in the last bits on the inner side of both ends.
+    slack = 1e-9
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = np.clip(np.log2(r), -4.0, 4.0)
+        z = np.where(r < LOAD_FLOOR * (1 - slack), IDLE_Z, z)
+        z = np.where(r > LOAD_CEILING * (1 + slack), BEYOND_Z, z)
+    return np.where(np.isnan(r), np.nan, z)
+
+
+def load_colorscale() -> list[list[float | str]]:
+    """The load scale as a plotly colorscale over Z_RANGE."""
+    low, high = Z_RANGE
+
+    def at(z: float) -> float:
+        return (z - low) / (high - low)
+
+    scale: list[list[float | str]] = [[0.0, IDLE_COLOUR], [at(-_BAND), IDLE_COLOUR]]
+    scale.append([at(-_BAND), _LOAD_STOPS[0][1]])
+    scale.extend([at(z), colour] for z, colour in _LOAD_STOPS)
+    scale.append([at(_BAND), _LOAD_STOPS[-1][1]])
+    scale.extend([[at(_BAND), BEYOND_COLOUR], [1.0, BEYOND_COLOUR]])
+    return scale
+
+
+def load_colours(ratio: ArrayLike, *, theme: Theme = "light") -> list[str]:
+    """CSS colours on the load scale for a flat sequence of load / uniform share (NaN: the no-data grey)."""
+    stops_z = np.array([z for z, _ in _LOAD_STOPS])
+    stops_rgb = np.array([hex_to_rgb(colour) for _, colour in _LOAD_STOPS], dtype=np.float64)
+    colours = []
+    for z in load_z(ratio).ravel():
+        if np.isnan(z):
+            colours.append(palette(theme).no_data)
+        elif z == IDLE_Z:
+            colours.append(IDLE_COLOUR)
+        elif z == BEYOND_Z:
+            colours.append(BEYOND_COLOUR)
+        else:
+            red, green, blue = (round(float(np.interp(z, stops_z, stops_rgb[:, c]))) for c in range(3))
+            colours.append(f"#{red:02x}{green:02x}{blue:02x}")
+    return colours
+
+
+def load_ticks(bound: float | None = None) -> tuple[list[float], list[str]]:
+    """Tick positions and labels of the load scale's colour bar.
+
+    bound: the largest possible load / uniform share, E / k; its tick then says that all tokens are there.
+    """
+    ticks = dict(_TICKS)
+    if bound is not None and 1 < bound <= LOAD_CEILING:
+        z = float(np.log2(bound))
+        near = [t for t in ticks if abs(t - z) < 0.35]
+        for t in near:
+            del ticks[t]
+        ticks[z] = f"{number(bound)}x (all tokens)"
+    ticks = {-4.78: "idle", **ticks}
+    if bound is None or bound > LOAD_CEILING:
+        ticks[4.78] = "beyond 16x"
+    positions = sorted(ticks)
+    return positions, [ticks[z] for z in positions]
+
+
+def load_coloraxis(theme: Theme, *, bound: float | None = None) -> dict[str, Any]:
+    """The `layout.coloraxis` of every load picture: fixed ends, whatever the data."""
+    values, texts = load_ticks(bound)
+    p = palette(theme)
+    return {
+        "cmin": Z_RANGE[0],
+        "cmax": Z_RANGE[1],
+        "colorscale": load_colorscale(),
+        "colorbar": {
+            "title": {"text": "load /<br>uniform share", "side": "top", "font": {"size": 13, "color": p.text}},
+            "tickmode": "array",
+            "tickvals": values,
+            "ticktext": texts,
+            "tickfont": {"size": 12, "color": p.text},
+            "thickness": 14,
+            "outlinewidth": 0,
+            "ticks": "outside",
+            "ticklen": 4,
+            "tickcolor": p.muted,
+            "x": 1.02,
+            "xpad": 6,
+        },
+    }
+
+
+# ---------------------------------------------------------------------------------------------- text and numbers
+
+
+def plain(text: object) -> str:
+    """Text that plotly shows as it is: no markup and no hover template field of a run's name gets through."""
+    return html.escape(str(text), quote=False).replace("%{", "%&#123;")
+
+
+def number(value: float) -> str:
+    """A number short enough for a label: 8, 1.5, 0.031, 12,400; "no value" for NaN."""
+    if not np.isfinite(value):
+        return "no value" if np.isnan(value) else str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def si(value: float) -> str:
+    """A count with a unit prefix: 950, 12.4K, 3.21M, 671B."""
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.0f}"
+
+
+def wrap(text: str, width: int) -> str:
+    """Escaped text broken into lines of at most `width` characters, joined by <br>."""
+    lines = textwrap.wrap(text, width=width, break_long_words=True) or [""]
+    return "<br>".join(plain(line) for line in lines)
+
+
+def hex_to_rgb(colour: str) -> tuple[int, int, int]:
+    """(red, green, blue), 0 to 255, of "#rrggbb"."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def mix(colour: str, ground: str, share: float) -> str:
+    """`share` of `colour` over `1 - share` of `ground`, both "#rrggbb"."""
+    pairs = zip(hex_to_rgb(colour), hex_to_rgb(ground), strict=True)
+    return "#" + "".join(f"{round(share * c + (1 - share) * g):02x}" for c, g in pairs)
+
+
+# ---------------------------------------------------------------------------------------------- layout
+
+TITLE_SIZE = 18
+_TITLE_LINE = 24  # pixels
+_NOTE_LINE = 18
+
+
+def figure_layout(
+    fig: go.Figure,
+    *,
+    title: str,
+    theme: Theme = "light",
+    note: str | None = None,
+    height: int = 420,
+    x_title: str | None = None,
+    y_title: str | None = None,
+    legend: bool = True,
+    wrap_at: int = 88,
+    right: int = 20,
+    bottom: int = 56,
+    left: int = 64,
+    head: int = 12,
+) -> go.Figure:
+    """Give a figure the house layout, in place, and return it.
+
+    title: the answer in words; broken into lines of `wrap_at` characters, and room is made for each line.
+    note: a smaller line under the title, for what is drawn and how (pooled, smoothed, down-sampled).
+    height: pixels of the plot and its bottom margin; the title's room comes on top, so panels keep their size.
+    head: pixels between the title and the panels, for panel headings. right, bottom, left: margins in pixels.
+    """
+    p = palette(theme)
+    title_text = wrap(title, wrap_at) if title else ""
+    note_text = wrap(note, round(wrap_at * 1.3)) if note else ""
+    top = 14 + head
+    if title_text:
+        top += _TITLE_LINE * (title_text.count("<br>") + 1)
+    if note_text:
+        top += 4 + _NOTE_LINE * (note_text.count("<br>") + 1)
+    if legend:
+        top += 30
+    total = height + top
+    text = f"<b>{title_text}</b>" if title_text else ""
+    if note_text:
+        # Not plotly's own subtitle: its distance ignores how many lines the title has.
+        text += f'<br><span style="font-size:13px;color:{p.muted};font-weight:normal">{note_text}</span>'
+    fig.update_layout(
+        template="none",
+        title={
+            "text": text,
+            "x": 0,
+            "xref": "container",
+            "xanchor": "left",
+            "y": 1 - 8 / total,
+            "yref": "container",
+            "yanchor": "top",
+            "pad": {"l": 8},
+            "font": {"size": TITLE_SIZE, "color": p.text, "family": FONT_FAMILY},
+        },
+        font={"family": FONT_FAMILY, "size": 14, "color": p.text},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        height=total,
+        margin={"l": left, "r": right, "t": top, "b": bottom, "pad": 0},
+        hoverlabel={
+            "bgcolor": p.hover,
+            "bordercolor": p.muted,
+            "align": "left",
+            "font": {"family": FONT_FAMILY, "size": 13, "color": p.text},
+            "namelength": -1,
+        },
+        showlegend=legend,
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 1 - (top - 34 - head) / total,
+            "yref": "container",
+            "yanchor": "top",
+            "font": {"size": 13, "color": p.text},
+            "bgcolor": "rgba(0,0,0,0)",
+        },
+    )
+    fig.update_xaxes(**axis_style(theme))
+    fig.update_yaxes(**axis_style(theme))
+    if x_title is not None:
+        fig.update_xaxes(title_text=x_title)
+    if y_title is not None:
+        fig.update_yaxes(title_text=y_title)
+    return fig
+
+
+def axis_style(theme: Theme) -> dict[str, Any]:
+    """Settings of an ordinary axis."""
+    p = palette(theme)
+    return {
+        "gridcolor": p.grid,
+        "zeroline": False,
+        "linecolor": p.muted,
+        "tickcolor": p.muted,
+        "tickfont": {"size": 12, "color": p.text},
+        "title_font": {"size": 14, "color": p.text},
+        "title_standoff": 8,
+    }
+
+
+def category_ticks(labels: Sequence[str], most: int) -> list[str]:
+    """At most about `most` of the labels, evenly spaced from the first, for an axis that cannot show all."""
+    every = next_step(len(labels) / max(most, 1))
+    return list(labels[::every])
+
+
+def next_step(at_least: float) -> int:
+    """The smallest of 1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 50, 64, 100, 128 (or a multiple of 100) that suffices."""
+    for step in (1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 50, 64, 100, 128):
+        if step >= at_least:
+            return step
+    return int(np.ceil(at_least / 100) * 100)

@@ -1,0 +1,123 @@
+"""Which folders of runs the dashboard shows, and how a run is named in a URL.
+
+A run reference never becomes a path: it is looked up among the runs that were found by listing the shown
+folders, so that nothing outside them can be reached (`..`, absolute paths and links simply match nothing).
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ENVIRONMENT = "ROUTESCOPE_DIRS"
+MAIN = Path(__file__).with_name("main.py")
+SAMPLES = Path(__file__).resolve().parent.parent / "sample_runs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A folder whose children are runs.
+
+    path       absolute; need not exist yet
+    label      short and unique among the shown folders; prefix of a run reference where ids clash
+    read_only  True where nothing may be recorded: the samples, and folders without write permission
+    """
+
+    path: Path
+    label: str
+    read_only: bool
+
+
+def shown_folders(
+    *,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    samples: Path = SAMPLES,
+) -> tuple[Folder, ...]:
+    """The folders to show, in order, without repetition.
+
+    They are the DIRs given after `streamlit run app/main.py --`, else those in ROUTESCOPE_DIRS (separated as
+    in PATH), else `runs/` under the current directory and the checkout's `sample_runs/`. Where none of the
+    given ones can be written, `runs/` joins them: what is recorded must also be shown.
+
+    argv      sys.argv by default; its first entry must be app/main.py for the rest to count (under pytest it
+              is not)
+    environ   os.environ by default
+    """
+    argv = sys.argv if argv is None else argv
+    environ = os.environ if environ is None else environ
+    cwd = Path.cwd() if cwd is None else cwd
+    given = _given(argv, environ)
+    own = cwd / "runs"
+    paths = [cwd / Path(text).expanduser() for text in given] or [
+        own,
+        *([samples] if samples.is_dir() else []),
+    ]
+    unique = list(dict.fromkeys(path.resolve() for path in paths))
+    if all(_is_read_only(path, samples) for path in unique):
+        unique.append(own.resolve())
+    labels = _unique_labels(unique)
+    return tuple(
+        Folder(path=path, label=label, read_only=_is_read_only(path, samples))
+        for path, label in zip(unique, labels, strict=True)
+    )
+
+
+def recording_folder(folders: Iterable[Folder]) -> Path | None:
+    """Where a new recording goes: the first folder that can be written, None where there is none."""
+    return next((folder.path for folder in folders if not folder.read_only), None)
+
+
+def references(paths: Sequence[Path], folders: Sequence[Folder]) -> dict[str, Path]:
+    """A reference for each run folder: its name, or `folder/name` where several shown folders hold that name.
+
+    Keeps the order of `paths`, which are children of the shown folders; others are left out.
+    """
+    label_of = {folder.path: folder.label for folder in folders}
+    known = [path for path in paths if path.parent in label_of]
+    count = Counter(path.name for path in known)
+    return {
+        path.name if count[path.name] == 1 else f"{label_of[path.parent]}/{path.name}": path for path in known
+    }
+
+
+def resolve(reference: str, known: Mapping[str, Path]) -> str | None:
+    """The reference among `known` that a link means, or None.
+
+    A bare name that has become ambiguous since the link was made means the first run of that name; a
+    `folder/name` that has become unambiguous means the one left.
+    """
+    if reference in known:
+        return reference
+    folder, slash, name = reference.rpartition("/")
+    for candidate, path in known.items():
+        if path.name == name and (not slash or folder == path.parent.name):
+            return candidate
+    return None
+
+
+def _given(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    if argv and Path(argv[0]).name == MAIN.name and Path(argv[0]).resolve() == MAIN.resolve() and argv[1:]:
+        return list(argv[1:])
+    return [text for text in environ.get(ENVIRONMENT, "").split(os.pathsep) if text]
+
+
+def _is_read_only(path: Path, samples: Path) -> bool:
+    if path == samples.resolve():
+        return True
+    nearest = next((candidate for candidate in (path, *path.parents) if candidate.exists()), path)
+    return not (nearest.is_dir() and os.access(nearest, os.W_OK))
+
+
+def _unique_labels(paths: Sequence[Path]) -> list[str]:
+    labels: list[str] = []
+    for path in paths:
+        base = path.name or "root"
+        label, number = base, 2
+        while label in labels:
+            label, number = f"{base}-{number}", number + 1
+        labels.append(label)
+    return labels

@@ -1,0 +1,50 @@
+"""Routers, balancers, dispatchers and layers for mixture-of-experts models, as plain PyTorch modules.
+
+The names below are loaded on first use, so that `moe_core.metrics` and `moe_core.layout` can be imported
+without torch by someone who only reads recorded runs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .balancers import NoBalancer, QuantileBalancer, RouterZLoss, SignBiasBalancer, SwitchAuxLoss
+    from .layers import MoELayer
+    from .routers import TopKRouter
+    from .routing import Routing
+    from .transformer import MoETransformer, MoETransformerConfig
+
+_HOME_OF = {
+    "MoELayer": "layers",
+    "MoETransformer": "transformer",
+    "MoETransformerConfig": "transformer",
+    "NoBalancer": "balancers",
+    "QuantileBalancer": "balancers",
+    "RouterZLoss": "balancers",
+    "Routing": "routing",
+    "SignBiasBalancer": "balancers",
+    "SwitchAuxLoss": "balancers",
+    "TopKRouter": "routers",
+}
+__all__ = [  # noqa: RUF022 (in the order of a forward pass)
+    "TopKRouter",
+    "Routing",
+    "NoBalancer",
+    "SwitchAuxLoss",
+    "RouterZLoss",
+    "SignBiasBalancer",
+    "QuantileBalancer",
+    "MoELayer",
+    "MoETransformer",
+    "MoETransformerConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,233 @@
+"""`run.json`: created exclusively, replaced atomically, read with one clear line when it is unusable."""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from recorder.schema import FORMAT_VERSION
+
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows, where two resumes at once are not guarded
+    fcntl = None  # type: ignore[assignment]
+
+MANIFEST_NAME = "run.json"
+STATUSES = ("running", "finished", "cancelled", "failed")
+#: Seconds without a heartbeat after which a run of another machine counts as unfinished.
+STALE_AFTER_S = 60.0
+#: Two reports of one process's start may differ by clock adjustments; a reused pid within this is improbable.
+_START_TOLERANCE_S = 2.0
+
+
+class RunExistsError(FileExistsError):
+    """The folder already holds a run, or a live process writes to it."""
+
+
+class RunNotFoundError(FileNotFoundError):
+    """There is no run at this path."""
+
+
+class RunUnreadableError(ValueError):
+    """There is something at this path, but its run.json cannot be used."""
+
+
+def now() -> str:
+    """The time in UTC as an ISO 8601 string with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: non-finite floats become None, numpy values and paths plain ones.
+
+    Raises:
+        TypeError: a value JSON has no form for, naming its type.
+    """
+    if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, np.generic):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    raise TypeError(f"run.json cannot hold a {type(value).__name__}: {value!r}")
+
+
+def library_versions() -> dict[str, str | None]:
+    """Versions of Python and of the libraries that shape a run, read without importing them."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "pandas", "pyarrow", "routescope"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def this_process() -> dict[str, Any]:
+    """Identity of this process: pid, start time (seconds since the epoch) and host."""
+    return {
+        "pid": os.getpid(),
+        "started_at": psutil.Process().create_time(),
+        "host": platform.node(),
+    }
+
+
+def process_alive(process: Any) -> bool | None:
+    """Whether the process a manifest names still runs; None when that cannot be told from here."""
+    if not isinstance(process, dict) or process.get("host") != platform.node():
+        return None
+    pid, started_at = process.get("pid"), process.get("started_at")
+    if not isinstance(pid, int) or not isinstance(started_at, (int, float)):
+        return None
+    try:
+        found = psutil.Process(pid)
+        if found.status() == psutil.STATUS_ZOMBIE:  # killed, not yet reaped by its parent
+            return False
+        return abs(found.create_time() - started_at) <= _START_TOLERANCE_S
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return None
+
+
+def run_status(manifest: dict[str, Any]) -> str:
+    """The manifest's status, or "unfinished" where it says running but nobody writes any more.
+
+    That is the case when its process is gone (same host: pid and start time), or, when that cannot be told,
+    when its heartbeat is older than `STALE_AFTER_S`.
+    """
+    status = manifest.get("status")
+    if status != "running":
+        return status if status in STATUSES else "unfinished"
+    alive = process_alive(manifest.get("process"))
+    if alive is None:
+        alive = heartbeat_age(manifest) <= STALE_AFTER_S
+    return "running" if alive else "unfinished"
+
+
+def heartbeat_age(manifest: dict[str, Any]) -> float:
+    """Seconds since the last heartbeat; infinite when there is none that can be read."""
+    try:
+        heartbeat = datetime.fromisoformat(manifest["heartbeat_at"])
+    except (KeyError, TypeError, ValueError):
+        return math.inf
+    if heartbeat.tzinfo is None:
+        heartbeat = heartbeat.replace(tzinfo=UTC)
+    return time.time() - heartbeat.timestamp()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the run folder `path`.
+
+    Raises:
+        RunNotFoundError: no folder, or no run.json in it.
+        RunUnreadableError: run.json is not JSON, no manifest, or of a newer format.
+    """
+    file = path / MANIFEST_NAME
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        what = f"it holds no {MANIFEST_NAME}" if path.is_dir() else "there is no such folder"
+        raise RunNotFoundError(f"no run at {path}: {what}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunUnreadableError(f"{file} cannot be read: {error}") from None
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RunUnreadableError(f"{file} is not JSON: {error}") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format_version"), int):
+        raise RunUnreadableError(f"{file} is no run manifest: format_version missing")
+    if manifest["format_version"] > FORMAT_VERSION:
+        raise RunUnreadableError(
+            f"{file} has format_version {manifest['format_version']}; "
+            f"this routescope reads up to {FORMAT_VERSION}"
+        )
+    return manifest
+
+
+def create_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Write run.json only if there is none: of two processes at once, one wins.
+
+    Raises:
+        RunExistsError: there is one already.
+    """
+    file = path / MANIFEST_NAME
+    temporary = _write_temporary(file, manifest)
+    try:
+        try:
+            os.link(temporary, file)  # fails if the name is taken, and the content is complete at once
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            with file.open("x", encoding="utf-8") as target:
+                target.write(temporary.read_text(encoding="utf-8"))
+                target.flush()
+                os.fsync(target.fileno())
+    except FileExistsError:
+        raise RunExistsError(f"{path} already holds a run; resume it or choose another folder") from None
+    finally:
+        temporary.unlink()
+    fsync_folder(path)
+
+
+def replace_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Replace run.json atomically: a reader sees the old or the new one, never a part."""
+    file = path / MANIFEST_NAME
+    temporary = _write_temporary(file, manifest)
+    temporary.replace(file)
+    fsync_folder(path)
+
+
+def fsync_folder(path: Path) -> None:
+    """Make renames within a folder durable (where the platform can open folders)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def folder_lock(path: Path) -> Iterator[None]:
+    """Hold the run folder for a moment against other processes; the system frees it if the holder dies."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: go on unguarded
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write_temporary(file: Path, manifest: dict[str, Any]) -> Path:
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
+    with temporary.open("w", encoding="utf-8") as target:
+        json.dump(plain(manifest), target, indent=1, allow_nan=False)
+        target.write("\n")
+        target.flush()
+        os.fsync(target.fileno())
+    return temporary

@@ -1,0 +1,258 @@
+"""Part files: their names, how one is written so that it is whole or not there, and what its footer tells.
+
+A part may *replace* others (compaction): its footer names them, and from the moment it has its name a reader
+leaves them out, whether they are still there or not. So no moment exists at which rows count twice or not at all.
+"""
+
+import json
+import os
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recorder.manifest import fsync_folder
+
+PART_NAME = re.compile(r"part-r(\d{5,})-(\d{6,})\.parquet")
+_REPLACES_KEY = b"routescope.replaces"
+_KEY_COLUMNS = ("step", "phase", "layer", "router", "rank", "segment")
+_INT_KEYS = ("step", "layer", "router", "rank", "segment")
+
+#: Row groups below this many rows are joined with the next: a footer entry costs more than it saves.
+MIN_GROUP_ROWS = 512
+MAX_GROUP_ROWS = 1 << 18
+_MAX_GROUP_VALUES = 1 << 21
+
+#: How rows of each table are ordered inside a part, and at which columns' changes a new row group starts.
+_ORDER: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "steps": (("segment", "step", "phase"), ("segment",)),
+    "layer_stats": (("segment", "phase", "router", "step"), ("segment", "phase", "router")),
+    "decisions": (("segment", "step", "phase", "router", "token"), ("segment", "step", "phase", "router")),
+    "tokens": (("segment", "step", "phase", "token"), ("segment", "step", "phase")),
+    "events": (("segment", "step"), ("segment",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartFile:
+    """One file of a table's folder as a listing saw it; equal when name, size and time of change are."""
+
+    name: str
+    size: int
+    mtime_ns: int
+
+
+class Footer:
+    """What a part's footer says: schema, rows, replaced parts and, on demand, the range of each row group."""
+
+    def __init__(self, metadata: pq.FileMetaData) -> None:
+        self.metadata = metadata
+        self.schema: pa.Schema = metadata.schema.to_arrow_schema()
+        self.num_rows: int = metadata.num_rows
+        replaced = (metadata.metadata or {}).get(_REPLACES_KEY)
+        self.replaces: frozenset[str] = frozenset(json.loads(replaced)) if replaced else frozenset()
+
+    @cached_property
+    def groups(self) -> "RowGroups":
+        """Ranges of the key columns in every row group."""
+        return RowGroups(self.metadata)
+
+
+class RowGroups:
+    """Least and greatest value of the key columns in each row group, as arrays over the groups.
+
+    `low["step"]`, `high["step"]` ... int64; where a file holds no statistics the range is unbounded. A column the
+    file lacks reads as 0 for rank and segment. `phase` is None where a group mixes phases or tells nothing.
+    """
+
+    def __init__(self, metadata: pq.FileMetaData) -> None:
+        self.count: int = metadata.num_row_groups
+        position = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
+        unbounded = np.iinfo(np.int64)
+        self.low = {name: np.full(self.count, unbounded.min) for name in _INT_KEYS}
+        self.high = {name: np.full(self.count, unbounded.max) for name in _INT_KEYS}
+        self.phase: list[str | None] = [None if "phase" in position else "train"] * self.count
+        for name in ("rank", "segment"):
+            if name not in position:
+                self.low[name][:] = self.high[name][:] = 0
+        for group in range(self.count):
+            row_group = metadata.row_group(group)
+            for name in _KEY_COLUMNS:
+                statistics = row_group.column(position[name]).statistics if name in position else None
+                # A null phase means train, a null segment 0: then the range of the others is not the whole truth.
+                if statistics is None or not statistics.has_min_max or statistics.null_count:
+                    continue
+                low, high = statistics.min, statistics.max
+                if name == "phase":
+                    self.phase[group] = low if low == high and isinstance(low, str) else None
+                elif isinstance(low, int) and isinstance(high, int):
+                    self.low[name][group], self.high[name][group] = low, high
+
+    def select(self, *, phase: str | None = None, **equals: int | None) -> list[int]:
+        """Numbers of the row groups that may hold rows with these values (None = any)."""
+        keep = np.ones(self.count, dtype=bool)
+        for name, value in equals.items():
+            if value is not None:
+                keep &= (self.low[name] <= value) & (value <= self.high[name])
+        groups: list[int] = np.flatnonzero(keep).tolist()
+        if phase is None:
+            return groups
+        return [group for group in groups if self.phase[group] in (phase, None)]
+
+
+def part_name(rank: int, sequence: int) -> str:
+    """Name of a rank's part file number `sequence`."""
+    return f"part-r{rank:05d}-{sequence:06d}.parquet"
+
+
+def part_rank(name: str) -> int | None:
+    """The rank in a part's name; None where the name is not ours."""
+    match = PART_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def next_sequence(folder: Path, rank: int) -> int:
+    """The first number above every part of this rank. Numbers are never used twice: a part may name another as
+    replaced long after that one is gone."""
+    matches = (PART_NAME.fullmatch(name) for name in _names(folder))
+    return max((int(match.group(2)) for match in matches if match and int(match.group(1)) == rank), default=-1) + 1
+
+
+def list_parts(folder: Path) -> dict[str, PartFile]:
+    """The part files of a table's folder, by name, in order of rank and sequence; empty without a folder.
+
+    A listing is no snapshot: while a compaction renames one file in and others away, a single scan can miss both.
+    Two scans where nothing vanished between them cannot.
+    """
+    before = _scan(folder)
+    while True:
+        after = _scan(folder)
+        if before.keys() <= after.keys():
+            return dict(sorted(after.items(), key=lambda item: _place(item[0])))
+        before = after
+
+
+def read_footer(path: Path) -> Footer:
+    """The footer of one part.
+
+    Raises:
+        FileNotFoundError: the part is gone (replaced meanwhile).
+        pa.ArrowException, OSError, ValueError: it is no whole Parquet file.
+    """
+    return Footer(pq.read_metadata(path))
+
+
+def write_part(path: Path, table: str, rows: pa.Table, *, replaces: Iterable[str] = ()) -> None:
+    """Write one complete part: under a temporary name, synced, then renamed.
+
+    Args:
+        path: the part's final path; its folder is created.
+        table: the table's name, which gives the order of rows and where row groups start.
+        rows: all rows of the part, with the columns of `table`.
+        replaces: names of parts that this one replaces from the moment it has its name.
+    """
+    if not path.parent.is_dir():
+        path.parent.mkdir(exist_ok=True)
+        fsync_folder(path.parent.parent)
+    rows, starts = _arrange(table, rows)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    keys = [name for name in _KEY_COLUMNS if name in rows.column_names]
+    try:
+        with temporary.open("wb") as target:
+            # Statistics of the keys only: those of floats would hold NaN, and every one makes the footer longer.
+            with pq.ParquetWriter(target, rows.schema, compression="zstd", write_statistics=keys) as writer:
+                for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
+                    writer.write_table(rows.slice(start, stop - start), row_group_size=stop - start)
+                replaced = sorted(replaces)
+                if replaced:
+                    writer.add_key_value_metadata({_REPLACES_KEY: json.dumps(replaced).encode()})
+            target.flush()
+            os.fsync(target.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def remove_parts(folder: Path, names: Iterable[str]) -> None:
+    """Delete replaced parts; one that cannot be deleted (open elsewhere on Windows) stays, and stays ignored."""
+    for name in sorted(names):
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except PermissionError:
+            continue
+
+
+def remove_leftovers(folder: Path, rank: int) -> None:
+    """Delete what a killed writer of this rank left half-done: temporary files."""
+    for name in _names(folder):
+        if name.startswith(".part-") and name.endswith(".tmp") and part_rank(name[1:].rsplit(".", 2)[0]) == rank:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _names(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 (names are all that is wanted)
+
+
+def _scan(folder: Path) -> dict[str, PartFile]:
+    found: dict[str, PartFile] = {}
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".parquet") and not entry.name.startswith((".", "_")):
+                    try:
+                        stat = entry.stat()
+                    except FileNotFoundError:
+                        continue
+                    found[entry.name] = PartFile(
+                        name=entry.name, size=stat.st_size, mtime_ns=stat.st_mtime_ns
+                    )
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return found
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    match = PART_NAME.fullmatch(name)
+    return (int(match.group(1)), int(match.group(2)), name) if match else (0, -1, name)
+
+
+def _arrange(table: str, rows: pa.Table) -> tuple[pa.Table, list[int]]:
+    """Rows in the table's order, and the row numbers at which row groups start."""
+    order, breaks = _ORDER[table]
+    rows = rows.take(pc.sort_indices(rows, sort_keys=[(name, "ascending") for name in order])).combine_chunks()
+    new_key = _changes(rows, breaks)
+    new_segment = _changes(rows, ("segment",))
+    longest = MAX_GROUP_ROWS
+    if table == "layer_stats" and rows.num_rows:
+        widest = max(1, pc.max(pc.list_value_length(rows["load"])).as_py() or 1)
+        longest = max(MIN_GROUP_ROWS, min(longest, _MAX_GROUP_VALUES // widest))
+    starts = [0]
+    for row in np.flatnonzero(new_key).tolist():
+        if row - starts[-1] >= MIN_GROUP_ROWS or new_segment[row]:
+            starts.append(row)
+    pieces: list[int] = []
+    for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
+        pieces.extend(range(start, max(stop, start + 1), longest))
+    return rows, pieces
+
+
+def _changes(rows: pa.Table, columns: Sequence[str]) -> np.ndarray:
+    """Where any of these columns differs from the row before (row 0 is no change), bool (rows,)."""
+    changed = np.zeros(rows.num_rows, dtype=bool)
+    if rows.num_rows < 2:
+        return changed
+    for name in columns:
+        column = rows[name].combine_chunks()
+        differs = pc.not_equal(column.slice(1), column.slice(0, len(column) - 1))
+        changed[1:] |= pc.fill_null(differs, True).to_numpy(zero_copy_only=False)
+    return changed
+
