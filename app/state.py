@@ -30,6 +30,7 @@ MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a dro
 _WANTED = "_wanted"
 _SHOWN = "_shown"
 _PAGE = "_page"
+_DRAWN = "_drawn"
 
 
 def begin(page: str) -> None:
@@ -51,6 +52,7 @@ def begin(page: str) -> None:
     session[_SHOWN] = {}
     if session.get(_PAGE) != page:
         session["playing"] = False
+        session[_DRAWN] = {}
     session[_PAGE] = page
 
 
@@ -120,7 +122,7 @@ def pick_option(
     _show(name, value)
     if len(options) == 1:
         return value
-    _fill(name, value)
+    _fill(name, value, tuple(options))
     common: dict[str, Any] = {
         "format_func": format_func,
         "key": name,
@@ -153,7 +155,7 @@ def pick_options(
     known = [text for text in dict.fromkeys(wanted_list(name)) if text in options][:max_selections]
     value = known or [text for text in default if text in options]
     _show(name, value)
-    _fill(name, value)
+    _fill(name, value, tuple(options))
     return st.multiselect(
         label,
         list(options),
@@ -196,8 +198,8 @@ def pick_step(
     _show("step", value)
     if steps_S.size == 1:
         return value
-    _fill("step", value)
     gaps = np.diff(steps_S)
+    _fill("step", value, (int(steps_S[0]), int(steps_S[-1]), steps_S.size))
     if (gaps == gaps[0]).all():
         return int(
             st.slider(
@@ -273,11 +275,14 @@ def _show(name: str, value: Any) -> None:
     _write_from_fragment()
 
 
-def _fill(key: str, value: Any) -> None:
-    # Only where it differs: setting a widget's value on every run would make a slider jump back under the
-    # hand of someone who drags it faster than the page is drawn.
-    if st.session_state.get(key) != value:
+def _fill(key: str, value: Any, range_: tuple[Any, ...]) -> None:
+    # Not on every run: that would make a slider jump back under the hand of someone who drags it faster than
+    # the page is drawn. But the session can still hold the value of the widget of this key on the page just
+    # left, or over another range of values, which the new widget will not take over.
+    drawn = st.session_state.setdefault(_DRAWN, {})
+    if st.session_state.get(key) != value or drawn.get(key) != range_:
         st.session_state[key] = value
+    drawn[key] = range_
 
 
 def _store(name: str) -> None:

@@ -208,9 +208,10 @@ class CombinedBalancer(Balancer):
 
     def __init__(self, balancers: Iterable[Balancer]) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(balancers)
-        self.name = "+".join(part.name for part in self.parts)
+        self.parts = list(balancers)
+        self._registered = nn.ModuleList(self.parts)  # for state_dict, devices and modes
         names = [part.name for part in self.parts]
+        self.name = "+".join(names)
         if len(set(names)) < len(names):
             raise ValueError(f"balancers {self.name!r} name one kind twice")
         if sum(hasattr(part, "expert_bias") for part in self.parts) > 1:

@@ -8,7 +8,7 @@ so that their gradient stays None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,7 +17,13 @@ from torch import Tensor
 from .routers import check_choice
 from .routing import NO_CHOICE, Routing
 
-Experts = Sequence[Callable[[Tensor], Tensor]]
+
+class Experts(Protocol):
+    """A sequence of networks, (N, D) -> (N, D) each: an ExpertBank, or a list of callables."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, expert: int, /) -> Callable[[Tensor], Tensor]: ...
 
 
 class Dispatcher(Protocol):
@@ -63,7 +69,7 @@ def sorted_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
     y_sorted_ND = torch.cat(outputs)
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(T * K, device=order_N.device)
-    y_TKD = y_sorted_ND[inverse_N].view(T, K, -1)
+    y_TKD = y_sorted_ND[inverse_N].view(T, K, x_TD.shape[-1])
     return (y_TKD * routing.weights_TK.unsqueeze(-1).to(y_TKD.dtype)).sum(1).to(x_TD.dtype)
 
 

@@ -88,9 +88,7 @@ class MoELayer(nn.Module):
         self.balancer.observe(routing)
         if self.capacity_factor is not None:
             # after the balancer: dropping must not hide a collapse
-            capacity = expert_capacity(
-                int(routing.routed_T.sum()), self.num_experts, self.top_k, self.capacity_factor
-            )
+            capacity = expert_capacity(int(routing.routed_T.sum()), self.num_experts, self.top_k, self.capacity_factor)
             routing = drop_over_capacity(routing, capacity, self.drop_policy)
         y_TD = self.dispatcher(x_TD, routing, self.experts)
         if self.shared is not None:

@@ -53,9 +53,7 @@ def count_load(expert_ids: ArrayLike, num_experts: int) -> tuple[NDArray[np.int6
     # Checked by the bounds before any cast: uint64 ids must not wrap round into -1.
     for extreme in (int(ids.min()), int(ids.max())):
         if not -1 <= extreme < num_experts:
-            raise ValueError(
-                f"expert id {extreme} is outside -1..{num_experts - 1} (num_experts={num_experts})"
-            )
+            raise ValueError(f"expert id {extreme} is outside -1..{num_experts - 1} (num_experts={num_experts})")
     # One bin more, in front, catches the sentinel without a boolean copy of the ids.
     counts = np.bincount(ids.astype(np.int64) + 1, minlength=num_experts + 1)
     return counts[1:].astype(np.int64), int(counts[0])

@@ -87,14 +87,10 @@ class TopKRouter(nn.Module):
         """Normal weights of standard deviation 1 / sqrt(D): logits of unit scale for normalised inputs."""
         nn.init.normal_(self.weight, std=self.d_model**-0.5)
 
-    def forward(
-        self, x_TD: Tensor, expert_bias: Tensor | None = None, token_mask: Tensor | None = None
-    ) -> Routing:
+    def forward(self, x_TD: Tensor, expert_bias: Tensor | None = None, token_mask: Tensor | None = None) -> Routing:
         """Route x_TD (T, D), with a selection bias (E,) and a token mask (T,), True = a real token."""
         if x_TD.ndim != 2 or x_TD.shape[-1] != self.d_model:
-            raise ValueError(
-                f"x has shape {tuple(x_TD.shape)}, but the router wants (tokens, d_model={self.d_model})"
-            )
+            raise ValueError(f"x has shape {tuple(x_TD.shape)}, but the router wants (tokens, d_model={self.d_model})")
         with torch.autocast(device_type=x_TD.device.type, enabled=False):
             finite_T1 = x_TD.isfinite().all(dim=-1, keepdim=True)
             # a NaN activation would reach every expert's row of the router's gradient as 0 * NaN

@@ -158,8 +158,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunUnreadableError(f"{file} is no run manifest: format_version missing")
     if manifest["format_version"] > FORMAT_VERSION:
         raise RunUnreadableError(
-            f"{file} has format_version {manifest['format_version']}; "
-            f"this routescope reads up to {FORMAT_VERSION}"
+            f"{file} has format_version {manifest['format_version']}; this routescope reads up to {FORMAT_VERSION}"
         )
     return manifest
 

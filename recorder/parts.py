@@ -169,7 +169,7 @@ def write_part(path: Path, table: str, rows: pa.Table, *, replaces: Iterable[str
             # Statistics of the keys only: those of floats would hold NaN, and every one makes the footer longer.
             with pq.ParquetWriter(target, rows.schema, compression="zstd", write_statistics=keys) as writer:
                 for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
-                    writer.write_table(rows.slice(start, stop - start), row_group_size=stop - start)
+                    writer.write_table(rows.slice(start, stop - start), row_group_size=max(1, stop - start))
                 replaced = sorted(replaces)
                 if replaced:
                     writer.add_key_value_metadata({_REPLACES_KEY: json.dumps(replaced).encode()})
@@ -212,9 +212,7 @@ def _scan(folder: Path) -> dict[str, PartFile]:
                         stat = entry.stat()
                     except FileNotFoundError:
                         continue
-                    found[entry.name] = PartFile(
-                        name=entry.name, size=stat.st_size, mtime_ns=stat.st_mtime_ns
-                    )
+                    found[entry.name] = PartFile(name=entry.name, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
     except (FileNotFoundError, NotADirectoryError):
         return {}
     return found
@@ -255,4 +253,3 @@ def _changes(rows: pa.Table, columns: Sequence[str]) -> np.ndarray:
         differs = pc.not_equal(column.slice(1), column.slice(0, len(column) - 1))
         changed[1:] |= pc.fill_null(differs, True).to_numpy(zero_copy_only=False)
     return changed
-

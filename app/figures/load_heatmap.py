@@ -36,7 +36,9 @@ from app.figures.theme import (
 )
 from moe_core.metrics import load_ratio
 
-MAX_COLUMNS = 400
+MAX_COLUMNS = 400  # of all panels of a row there are about 800 pixels, and a column wants one of its own
+MIN_COLUMNS = 100
+MAX_CELLS = 40_000
 MAX_ROWS = 128
 MAX_CLICKABLE_CELLS = 4000
 _HEADING = 26  # pixels between rows of panels
@@ -57,8 +59,8 @@ def heatmap_cells(
 ) -> HeatmapCells:
     """Pool one series into cells, by the maximum of load / uniform share (see `app.figures.pooling`).
 
-    numbers_RCN holds, per cell: first step, last step, largest load / uniform share, its mean over the covered
-    steps, assignments in all, first expert, last expert.
+    numbers_RCN holds, per cell: first step, largest load / uniform share, assignments in all, last step, mean load /
+    uniform share over what the cell covers, first expert, last expert.
     """
     ratio_SE = np.asarray(load_ratio(series.load_SE), dtype=np.float64).reshape(series.load_SE.shape)
     columns = step_columns(series.steps_S, max_columns)
@@ -69,19 +71,19 @@ def heatmap_cells(
     filled = ~columns.hole_C
     shape = pooled_CR.shape
     numbers = np.full((*shape, 7), np.nan)
-    numbers[..., 2] = pooled_CR
+    numbers[..., 1] = pooled_CR
     numbers[..., 5] = first_R
     numbers[..., 6] = last_R
     if filled.any():
         start = columns.start_C[filled]
         numbers[filled, :, 0] = series.steps_S[start][:, None]
-        numbers[filled, :, 1] = series.steps_S[columns.stop_C[filled] - 1][:, None]
+        numbers[filled, :, 3] = series.steps_S[columns.stop_C[filled] - 1][:, None]
         known_SE = ~np.isnan(ratio_SE)
         covered = _sum_blocks(known_SE, start, first_R)
         with np.errstate(invalid="ignore", divide="ignore"):
-            numbers[filled, :, 3] = _sum_blocks(np.where(known_SE, ratio_SE, 0.0), start, first_R) / covered
+            numbers[filled, :, 4] = _sum_blocks(np.where(known_SE, ratio_SE, 0.0), start, first_R) / covered
         assignments = _sum_blocks(np.nan_to_num(series.load_SE.astype(np.float64)), start, first_R)
-        numbers[filled, :, 4] = np.where(covered > 0, assignments, np.nan)
+        numbers[filled, :, 2] = np.where(covered > 0, assignments, np.nan)
     return HeatmapCells(
         z_RC=load_z(pooled_CR).T,
         columns=columns,
@@ -102,7 +104,7 @@ def load_heatmap(
     theme: Theme = "light",
     clickable: bool = False,
     marker_step: int | None = None,
-    max_columns: int = MAX_COLUMNS,
+    max_columns: int | None = None,
     max_rows: int = MAX_ROWS,
     panel_height: int | None = None,
     wrap_at: int = 88,
@@ -113,7 +115,8 @@ def load_heatmap(
     axis and the load scale. A run without one of the layers gets an empty panel that says so.
     clickable: add an invisible point in each cell with customdata (layer, expert, step, ...), as long as there are at
     most MAX_CLICKABLE_CELLS cells (Streamlit passes on no selection of heatmap cells).
-    marker_step: draw a line at this step. max_columns, max_rows: pool steps or experts beyond these.
+    marker_step: draw a line at this step. max_columns, max_rows: pool steps or experts of a panel beyond these; by
+    default what the panels' pixels and MAX_CELLS allow, 100 to 400 columns.
     """
     p = palette(theme)
     runs = list(dict.fromkeys(s.run for s in series))
@@ -121,6 +124,8 @@ def load_heatmap(
     by_panel = {(s.layer, s.run): s for s in series}
     if len(by_panel) != len(series):
         raise ValueError("two series have the same run and layer")
+    if max_columns is None:
+        max_columns = _columns_that_fit(series, len(runs), max_rows)
     cells = {
         key: heatmap_cells(s, max_columns=max_columns, max_rows=max_rows) for key, s in by_panel.items()
     }
@@ -149,7 +154,7 @@ def load_heatmap(
                 continue
             one, panel = by_panel[layer, run], cells[layer, run]
             hover = _hover(one, panel)
-            _add_cells(fig, row, col, panel, hover)
+            _add_cells(fig, row, col, panel, hover, fields=5 if _pooled(one, panel) else 3)
             _mark_beyond(fig, row, col, panel)
             if clickable and total_cells <= MAX_CLICKABLE_CELLS:
                 _add_points(fig, row, col, panel, layer, hover)
@@ -186,15 +191,23 @@ def load_heatmap(
     fig.update_yaxes(showgrid=False, ticks="")
     fig.update_layout(
         plot_bgcolor=p.no_data,
-        coloraxis=load_coloraxis(theme, bound=bounds.pop() if len(bounds) == 1 else None),
+        coloraxis=load_coloraxis(
+            theme, bound=bounds.pop() if len(bounds) == 1 else None, length=min(plot_height + 40, 360)
+        ),
         hovermode="closest",
     )
     return fig
 
 
+def _columns_that_fit(series: Sequence[LoadSeries], runs: int, max_rows: int) -> int:
+    drawn_rows = sum(min(s.num_experts, max_rows) for s in series)
+    fit = min(MAX_CELLS // max(drawn_rows, 1), 2 * MAX_COLUMNS // max(runs, 1))
+    return int(np.clip(fit, MIN_COLUMNS, MAX_COLUMNS))
+
+
 def _panel_height(rows: int, panels: int) -> int:
-    """Pixels: 12 a row where there is room, never so many that two layers cannot be seen together."""
-    return int(np.clip(rows * 13, 110, 210 if panels > 1 else 330))
+    """Pixels: 13 a row where there is room, never so many that two layers cannot be seen together."""
+    return int(np.clip(rows * 13, 130 if panels > 1 else 230, 210 if panels > 1 else 330))
 
 
 def _extent(cells: Any) -> list[float]:
@@ -216,23 +229,27 @@ def _note(cells: Sequence[HeatmapCells]) -> str | None:
     return ", ".join(parts).capitalize() + "; purple only where all of them are idle."
 
 
+def _pooled(series: LoadSeries, cells: HeatmapCells) -> bool:
+    return cells.columns.per_column > 1 or len(cells.labels) < series.num_experts
+
+
 def _hover(series: LoadSeries, cells: HeatmapCells) -> str:
-    """Hover template: customdata is layer first, then the numbers of `heatmap_cells`."""
-    pooled_steps = cells.columns.per_column > 1
-    pooled_experts = len(cells.labels) < series.num_experts
-    step = "steps %{customdata[0]:,d} to %{customdata[1]:,d}" if pooled_steps else "step %{customdata[0]:,d}"
+    """Hover template; customdata holds the first three numbers of `heatmap_cells`, where pooled the first five."""
+    step = "step %{customdata[0]:,d}"
+    if cells.columns.per_column > 1:
+        step = "steps %{customdata[0]:,d} to %{customdata[3]:,d}"
     lines = [f"<b>{plain(series.run)}</b>, layer {series.layer}", f"expert %{{y}}, {step}"]
-    if pooled_steps or pooled_experts:
-        lines.append("busiest %{customdata[2]:.3f} x the uniform share, mean %{customdata[3]:.3f} x")
-        lines.append("%{customdata[4]:,d} assignments in all")
+    if _pooled(series, cells):
+        lines.append("busiest %{customdata[1]:.3f} x the uniform share, mean %{customdata[4]:.3f} x")
+        lines.append("%{customdata[2]:,d} assignments in all")
     else:
-        lines.append("%{customdata[2]:.3f} x the uniform share")
-        lines.append("%{customdata[4]:,d} assignments")
+        lines.append("%{customdata[1]:.3f} x the uniform share")
+        lines.append("%{customdata[2]:,d} assignments")
     lines.append(f"most possible: {number(series.bound)} x")
     return "<br>".join(lines) + "<extra></extra>"
 
 
-def _add_cells(fig: go.Figure, row: int, col: int, cells: HeatmapCells, hover: str) -> None:
+def _add_cells(fig: go.Figure, row: int, col: int, cells: HeatmapCells, hover: str, fields: int) -> None:
     if cells.z_RC.size == 0:
         return
     fig.add_trace(
@@ -240,7 +257,7 @@ def _add_cells(fig: go.Figure, row: int, col: int, cells: HeatmapCells, hover: s
             x=cells.columns.edges,
             y=cells.labels,
             z=cells.z_RC.astype(np.float32),
-            customdata=_compact(cells.numbers_RCN[..., :5]),
+            customdata=_compact(cells.numbers_RCN[..., :fields]),
             coloraxis="coloraxis",
             hovertemplate=hover,
             hoverongaps=False,

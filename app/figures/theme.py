@@ -207,15 +207,17 @@ def load_ticks(bound: float | None = None) -> tuple[list[float], list[str]]:
         for t in near:
             del ticks[t]
         ticks[z] = f"{number(bound)}x (all tokens)"
-    ticks = {-4.78: "idle", **ticks}
-    if bound is None or bound > LOAD_CEILING:
-        ticks[4.78] = "beyond 16x"
+    ticks[-4.78], ticks[4.78] = "idle", "beyond 16x"
     positions = sorted(ticks)
     return positions, [ticks[z] for z in positions]
 
 
-def load_coloraxis(theme: Theme, *, bound: float | None = None) -> dict[str, Any]:
-    """The `layout.coloraxis` of every load picture: fixed ends, whatever the data."""
+def load_coloraxis(theme: Theme, *, bound: float | None = None, length: int = 330) -> dict[str, Any]:
+    """The `layout.coloraxis` of every load picture: fixed ends, whatever the data.
+
+    bound: E / k where all panels have the same. length: pixels of the bar with its title; below about 200 the labels
+    would run into each other.
+    """
     values, texts = load_ticks(bound)
     p = palette(theme)
     return {
@@ -229,6 +231,11 @@ def load_coloraxis(theme: Theme, *, bound: float | None = None) -> dict[str, Any
             "ticktext": texts,
             "tickfont": {"size": 12, "color": p.text},
             "thickness": 14,
+            "lenmode": "pixels",
+            "len": length,
+            "y": 1,
+            "yanchor": "top",
+            "ypad": 0,
             "outlinewidth": 0,
             "ticks": "outside",
             "ticklen": 4,
@@ -326,6 +333,8 @@ def figure_layout(
     if note_text:
         # Not plotly's own subtitle: its distance ignores how many lines the title has.
         text += f'<br><span style="font-size:13px;color:{p.muted};font-weight:normal">{note_text}</span>'
+    # plotly places the top of a single line, but the baseline of the first of several lines, at y.
+    from_top = 8 + (round(0.7 * TITLE_SIZE) if "<br>" in text else 0)
     fig.update_layout(
         template="none",
         title={
@@ -333,7 +342,7 @@ def figure_layout(
             "x": 0,
             "xref": "container",
             "xanchor": "left",
-            "y": 1 - 8 / total,
+            "y": 1 - from_top / total,
             "yref": "container",
             "yanchor": "top",
             "pad": {"l": 8},

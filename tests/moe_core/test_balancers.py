@@ -15,8 +15,8 @@ from moe_core import (
     SignBiasBalancer,
     SwitchAuxLoss,
     TopKRouter,
+    metrics,
 )
-from moe_core import metrics
 from moe_core.balancers import CombinedBalancer, attach_balancers, make_balancer
 from moe_core.routing import Routing
 
@@ -143,9 +143,7 @@ def test_quantile_update_equals_the_reference(T, E, k, score_function):
 
 def test_quantile_with_softmax_after_top_k_moves_in_logits():
     torch.manual_seed(0)
-    layer = MoELayer(
-        8, 8, 8, 2, router=TopKRouter(8, 8, 2, softmax_after_top_k=True), balancer=QuantileBalancer(8, 2)
-    )
+    layer = MoELayer(8, 8, 8, 2, router=TopKRouter(8, 8, 2, softmax_after_top_k=True), balancer=QuantileBalancer(8, 2))
     x = torch.randn(4096, 8) + 1.0
     violations = [metrics.max_violation(layer(x).routing.load().numpy()) for _ in range(8)]
     assert violations[0] > 0.5

@@ -1,0 +1,362 @@
+"""Cached loads: what the pages read of the runs, keyed on the files behind it.
+
+Shape suffixes: S recorded steps, E experts.
+
+A `Run` is kept open and refreshed, so that a growing run never has its old parts read again. Sessions share
+it, hence the lock around every read. Whatever is returned is a copy or cannot be written to.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import streamlit as st
+
+from app import folders
+from moe_core import metrics
+from recorder.reader import Run, RunInfo, list_runs
+from recorder.summary import run_row
+
+T = TypeVar("T")
+
+SPARK_POINTS = 60
+_STALE_CHECK_S = 5.0  # how old the status of a run that says "running" may be in a listing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A run of a shown folder.
+
+    reference  what names it in a URL, unique among the listed runs
+    label      what names it to a person: its name, with the reference where several share that name
+    read_only  True for runs of a read-only folder, such as the samples
+    """
+
+    reference: str
+    label: str
+    path: Path
+    read_only: bool
+    info: RunInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStats:
+    """`layer_stats` of one layer as arrays over the recorded steps, ascending. Not writable.
+
+    load_SE, dropped_SE int64; gate_mass_SE, mean_prob_SE float64, NaN where not recorded; expert_bias_SE
+    float64, the bias used in that step, None where there never was one. The rest (S,) float64, NaN where not
+    recorded: tokens routed, assignments the bias changed, invalid rows, router entropy (0 to 1), normalised
+    aux loss (uniform = 1), z-loss.
+    """
+
+    layer: int
+    phase: str
+    top_k: int
+    steps_S: np.ndarray
+    load_SE: np.ndarray
+    gate_mass_SE: np.ndarray
+    mean_prob_SE: np.ndarray
+    dropped_SE: np.ndarray
+    expert_bias_SE: np.ndarray | None
+    tokens_S: np.ndarray
+    rerouted_S: np.ndarray
+    invalid_S: np.ndarray
+    router_entropy_S: np.ndarray
+    aux_loss_S: np.ndarray
+    z_loss_S: np.ndarray
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.load_SE.shape[-1])
+
+    def at(self, step: int) -> int:
+        """The row of `step`. Raises ValueError where that step was not recorded."""
+        row = int(np.searchsorted(self.steps_S, step))
+        if row >= self.steps_S.size or self.steps_S[row] != step:
+            raise ValueError(f"step {step} of layer {self.layer} was not recorded in phase {self.phase}")
+        return row
+
+
+# ------------------------------------------------------------------------------------------ which runs there are
+
+
+def shown_folders() -> tuple[folders.Folder, ...]:
+    """The folders this server shows; see `app.folders`."""
+    return folders.shown_folders()
+
+
+def listed() -> list[Listed]:
+    """The runs of the shown folders, in the order of `list_runs` (oldest first). Cheap where nothing changed."""
+    shown = shown_folders()
+    paths = tuple(folder.path for folder in shown)
+    stamps = tuple(_folder_stamp(path) for path in paths)
+    infos = _infos(paths, stamps, 0)
+    if any(info.status == "running" for info in infos):
+        # Whether a run that says so is still running is a matter of its process, not of its files.
+        infos = _infos(paths, stamps, int(time.monotonic() / _STALE_CHECK_S))
+    by_path = {info.path: info for info in infos}
+    references = folders.references(list(by_path), shown)
+    names = [by_path[path].name or path.name for path in references.values()]
+    read_only = {folder.path: folder.read_only for folder in shown}
+    return [
+        Listed(
+            reference=reference,
+            label=name if names.count(name) == 1 else f"{name} ({reference})",
+            path=path,
+            read_only=read_only[path.parent],
+            info=by_path[path],
+        )
+        for (reference, path), name in zip(references.items(), names, strict=True)
+    ]
+
+
+def find(reference: str | None) -> Listed | None:
+    """The listed run that a reference of a URL means; None where there is none. Never leaves the folders."""
+    runs = {run.reference: run for run in listed()}
+    if reference is None:
+        return None
+    known = folders.resolve(reference, {name: run.path for name, run in runs.items()})
+    return None if known is None else runs[known]
+
+
+def row(run: Listed) -> dict[str, Any]:
+    """One line of the table of runs: `recorder.summary.run_row`, and beside it
+
+    reference, error (of the run or of reading it; None where all is well), num_steps (recorded train steps),
+    loss_curve and violation_curve (at most 60 points each, finite values only; the worst layer's
+    max_violation, extremes kept).
+    """
+    line = dict(_row(run.path, _run_stamp(run.path)))
+    # Not of the cache: a process that dies changes no file.
+    return line | {"reference": run.reference, "status": run.info.status, "error": run.info.error or line["error"]}
+
+
+# ---------------------------------------------------------------------------------------------- what is in a run
+
+
+def open_run(path: Path) -> tuple[Run | None, str | None]:
+    """The run at `path`, up to date, and None; or None and one line that says why it cannot be read."""
+    with _lock(path):
+        try:
+            run = _run(path, _identity(path))
+            run.refresh()
+        except (OSError, ValueError) as error:
+            return None, str(error)
+        return run, None
+
+
+def steps(run: Run, phase: str | None = "train") -> pd.DataFrame:
+    """`run.steps(phase)`; all phases with None. Cached."""
+    return _frame(run.path, run.fingerprint, "steps", (phase,), lambda: run.steps(phase))
+
+
+def phases(run: Run) -> list[str]:
+    """The recorded phases, train first."""
+    found = set(steps(run, None)["phase"].unique())
+    order = ("train", "probe", "eval", "generate")
+    return [phase for phase in order if phase in found] + sorted(found - set(order))
+
+
+def layer_stats(run: Run, layer: int, phase: str = "train") -> LayerStats:
+    """Loads, biases and the rest of one layer over all recorded steps. Cached.
+
+    Of a layer with several routers the first one is read. Raises ValueError for a layer that is no MoE layer
+    of this run.
+    """
+    return _layer_stats(run.path, run.fingerprint, layer, phase, run)
+
+
+def decisions(run: Run, step: int, layer: int, phase: str = "train") -> pd.DataFrame:
+    """`run.decisions` of one step and layer: empty where that step has none. Cached."""
+    router = _layer(run, layer)["router"]
+    return _frame(
+        run.path,
+        run.fingerprint,
+        "decisions",
+        (step, layer, phase),
+        lambda: run.decisions(step, layer, phase, router=router),
+    )
+
+
+def tokens(run: Run, step: int, phase: str = "train") -> pd.DataFrame:
+    """`run.tokens` of one step: empty where that step has none. Cached."""
+    return _frame(run.path, run.fingerprint, "tokens", (step, phase), lambda: run.tokens(step, phase))
+
+
+def decision_steps(run: Run, phase: str = "train") -> np.ndarray:
+    """The steps (ascending, int64) of a phase whose single decisions were recorded. Cached."""
+    return _decision_steps(run.path, run.fingerprint, phase, run)
+
+
+def events(run: Run) -> pd.DataFrame:
+    """`run.events()`. Cached."""
+    return _frame(run.path, run.fingerprint, "events", (), run.events)
+
+
+def restarts(run: Run) -> list[int]:
+    """First recorded train step of every segment after the first: where a resumed run started again."""
+    frame = steps(run)
+    first = frame.groupby("segment")["step"].min()
+    return [int(step) for segment, step in first.items() if int(segment) > 0]
+
+
+# ------------------------------------------------------------------------------------------------------- caches
+
+
+@st.cache_resource(max_entries=8, show_spinner=False)
+def _infos(paths: tuple[Path, ...], stamps: Hashable, tick: int) -> list[RunInfo]:
+    return list_runs(*paths)
+
+
+@st.cache_resource(max_entries=1000, show_spinner=False)
+def _lock(path: Path) -> threading.RLock:
+    return threading.RLock()
+
+
+@st.cache_resource(max_entries=32, show_spinner=False)
+def _run(path: Path, identity: Hashable) -> Run:
+    return Run(path)
+
+
+@st.cache_resource(max_entries=1000, show_spinner=False)
+def _row(path: Path, stamp: Hashable) -> dict[str, Any]:
+    run, error = open_run(path)
+    line = {"run_id": path.name, "name": path.name, "path": str(path), "status": "unreadable"}
+    line |= dict.fromkeys(
+        ("balancer", "num_experts", "top_k", "last_step", "loss", "max_violation", "dead_experts", "idle_experts")
+    )
+    curves: dict[str, Any] = {"num_steps": 0, "loss_curve": [], "violation_curve": []}
+    if run is not None:
+        try:
+            line |= run_row(run)
+            curves |= _curves(run)
+        except (OSError, ValueError) as problem:
+            error = str(problem)
+    return {**line, "error": error, **curves}
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _frame(path: Path, fingerprint: Hashable, table: str, key: tuple[Any, ...], _read: Callable[[], T]) -> T:
+    with _lock(path):
+        return _read()
+
+
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _decision_steps(path: Path, fingerprint: Hashable, phase: str, _run: Run) -> np.ndarray:
+    with _lock(path):
+        return _frozen(np.asarray(_run.decision_steps(phase), dtype=np.int64))
+
+
+@st.cache_resource(max_entries=128, show_spinner=False)
+def _layer_stats(path: Path, fingerprint: Hashable, layer: int, phase: str, _run: Run) -> LayerStats:
+    description = _layer(_run, layer)
+    with _lock(path):
+        frame = _run.layer_stats(layer, phase, router=description["router"])
+    num_experts = int(description["num_experts"])
+    bias_SE = _matrix(frame["expert_bias"], num_experts)
+    return LayerStats(
+        layer=layer,
+        phase=phase,
+        top_k=int(description["top_k"]),
+        steps_S=_frozen(frame["step"].to_numpy(dtype=np.int64)),
+        load_SE=_frozen(np.nan_to_num(_matrix(frame["load"], num_experts)).astype(np.int64)),
+        gate_mass_SE=_frozen(_matrix(frame["gate_mass"], num_experts)),
+        mean_prob_SE=_frozen(_matrix(frame["mean_prob"], num_experts)),
+        dropped_SE=_frozen(np.nan_to_num(_matrix(frame["dropped"], num_experts)).astype(np.int64)),
+        expert_bias_SE=None if np.isnan(bias_SE).all() else _frozen(bias_SE),
+        tokens_S=_column(frame, "tokens"),
+        rerouted_S=_column(frame, "rerouted"),
+        invalid_S=_column(frame, "invalid"),
+        router_entropy_S=_column(frame, "router_entropy"),
+        aux_loss_S=_column(frame, "aux_loss"),
+        z_loss_S=_column(frame, "z_loss"),
+    )
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    frame = steps(run)
+    worst: dict[int, float] = {}
+    for layer in dict.fromkeys(int(layer["index"]) for layer in run.moe_layers):
+        stats = layer_stats(run, layer)
+        violation_S = metrics.max_violation(stats.load_SE)
+        for step, value in zip(stats.steps_S.tolist(), np.asarray(violation_S).tolist(), strict=True):
+            if np.isfinite(value):
+                worst[step] = max(value, worst.get(step, value))
+    return {
+        "num_steps": len(frame),
+        "loss_curve": _spark(frame["step"].to_numpy(np.int64), _column(frame, "loss")),
+        "violation_curve": _spark(np.array(sorted(worst), np.int64), np.array([worst[step] for step in sorted(worst)])),
+    }
+
+
+def _spark(steps_S: np.ndarray, values_S: np.ndarray) -> list[float]:
+    finite_S = np.isfinite(values_S)
+    if not finite_S.any():
+        return []
+    _, values = metrics.downsample(steps_S[finite_S], values_S[finite_S], SPARK_POINTS)
+    return [float(value) for value in values]
+
+
+def _layer(run: Run, index: int) -> dict[str, Any]:
+    for layer in run.moe_layers:
+        if int(layer["index"]) == index:
+            return layer
+    known = ", ".join(str(layer["index"]) for layer in run.moe_layers)
+    raise ValueError(f"layer {index} is no MoE layer of run {run.run_id}; these are: {known or 'none'}")
+
+
+def _matrix(column: pd.Series, num_experts: int) -> np.ndarray:
+    """A column of lists as float64 (S, E); a row that is null or of another length becomes NaN."""
+    lists = pa.chunked_array([pa.array(column)]).combine_chunks()
+    matrix_SE = np.full((len(lists), num_experts), np.nan)
+    if len(lists) == 0 or pa.types.is_null(lists.type):
+        return matrix_SE
+    whole_S = np.asarray(lists.value_lengths().fill_null(0)) == num_experts
+    flat = lists.filter(pa.array(whole_S)).flatten()
+    matrix_SE[whole_S] = flat.to_numpy(zero_copy_only=False).astype(np.float64).reshape(-1, num_experts)
+    return matrix_SE
+
+
+def _column(frame: pd.DataFrame, name: str) -> np.ndarray:
+    return _frozen(frame[name].to_numpy(dtype=np.float64, na_value=np.nan))
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array = np.array(array)
+    array.flags.writeable = False
+    return array
+
+
+def _identity(path: Path) -> Hashable:
+    # A folder that was deleted and recorded anew is another run, whatever it is called.
+    status = path.stat()
+    return (status.st_dev, status.st_ino)
+
+
+def _run_stamp(path: Path) -> Hashable:
+    """Changes whenever a part or the manifest of a run does: part files are only ever added to a folder."""
+    return tuple(_stat(path / name) for name in ("run.json", "steps", "layer_stats", "decisions", "tokens", "events"))
+
+
+def _folder_stamp(path: Path) -> Hashable:
+    """Changes whenever a run is added to or removed from a folder, or one of the manifests is replaced."""
+    try:
+        with os.scandir(path) as entries:
+            return tuple(sorted((entry.name, _stat(Path(entry.path) / "run.json")) for entry in entries))
+    except OSError:
+        return None
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0)
+    return (status.st_mtime_ns, status.st_size)

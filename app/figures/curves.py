@@ -1,0 +1,277 @@
+"""Curves over steps: losses, max_violation, idle and dead experts, normalised aux loss, for one or several runs.
+
+Shape legend: S recorded steps, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.subplots import make_subplots
+
+from app.figures.inputs import Curve, ReferenceLine
+from app.figures.theme import Theme, categorical_colour, figure_layout, line_dash, number, palette, plain
+from moe_core.metrics import downsample, smooth
+
+MAX_POINTS = 2000
+_MIN_POINTS = 5  # the fewest that `downsample` can keep: first, last, minimum, maximum, a gap
+_PANEL_GAP = 64  # pixels between rows of panels, room for a heading and step labels
+
+
+def metric_curves(
+    curves: Sequence[Curve],
+    *,
+    title: str,
+    y_title: str,
+    theme: Theme = "light",
+    lines: Sequence[ReferenceLine] = (),
+    smoothing: float = 0.0,
+    log_y: bool = False,
+    y_floor: float | None = None,
+    note: str | None = None,
+    marker_step: int | None = None,
+    max_points: int = MAX_POINTS,
+    panels_per_row: int = 2,
+    panel_height: int = 260,
+    share_y: bool = True,
+    wrap_at: int = 88,
+) -> go.Figure:
+    """Curves over steps, one small chart per panel name, runs in their own colours.
+
+    curves: see `Curve`; panels stand in the order they first come. y_title: name and unit of the values.
+    lines: bounds and balanced values, drawn dashed and labelled, always within the picture.
+    smoothing: weight of `moe_core.metrics.smooth`, 0 draws the values as they are; otherwise they stay faintly behind.
+    log_y: logarithmic values; what is zero or negative then gets a mark at the foot, as non-finite values do.
+    y_floor: lowest value of the axis (0 for counts). max_points: per curve; beyond it curves are down-sampled, their
+    minima and maxima kept, and the note says so. marker_step: a line at this step.
+    share_y: the same value axis in every panel.
+    """
+    p = palette(theme)
+    panels = list(dict.fromkeys(c.panel for c in curves)) or [""]
+    cols = min(panels_per_row, len(panels))
+    rows = math.ceil(len(panels) / cols)
+    plot_height = rows * panel_height + (rows - 1) * _PANEL_GAP
+    headings = [plain(name) for name in panels] if panels != [""] else None
+    fig = make_subplots(
+        rows=rows,
+        cols=cols,
+        shared_xaxes="all" if len(panels) > 1 else False,
+        vertical_spacing=_PANEL_GAP / plot_height if rows > 1 else 0.0,
+        horizontal_spacing=0.08 if cols > 1 else 0.0,
+        subplot_titles=headings,
+    )
+    ranges = {
+        name: _value_range(
+            [c for c in curves if share_y or c.panel == name],
+            [line for line in lines if share_y or line.panel in (None, name)],
+            log_y=log_y,
+            floor=y_floor,
+        )
+        for name in panels
+    }
+    shown: set[str] = set()
+    thinned = 0
+    for curve in sorted(curves, key=lambda c: c.style != "thin"):  # faint curves lie behind
+        place = _place(panels.index(curve.panel), cols)
+        legend = curve.group not in shown
+        shown.add(curve.group)
+        thinned = max(thinned, len(curve.steps_S) if len(curve.steps_S) > max_points else 0)
+        for trace in _curve_traces(curve, theme, smoothing, log_y, max_points, legend):
+            fig.add_trace(trace, **place)
+        marks = _marks(curve, theme, foot=ranges[curve.panel][0], log_y=log_y)
+        if marks is not None:
+            fig.add_trace(marks, **place)
+    for index, name in enumerate(panels):
+        place = _place(index, cols)
+        if not any(c.panel == name for c in curves):
+            fig.add_trace(go.Scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip"), **place)
+        for line in lines:
+            if line.panel in (None, name):
+                _add_line(fig, line, theme, place)
+        for step in sorted({int(r) for c in curves if c.panel == name for r in c.restarts}):
+            _add_restart(fig, step, theme, place)
+        if marker_step is not None:
+            fig.add_vline(x=marker_step, line={"color": p.text, "width": 1.5}, **place)
+        fig.update_yaxes(range=list(ranges[name]), **place)
+    notes = [note] if note else []
+    if smoothing > 0:
+        notes.append(f"Smoothed with weight {smoothing:g}; the values themselves lie faintly behind.")
+    if thinned:
+        notes.append(
+            f"Down-sampled from {thinned:,} to at most {max_points:,} points a curve, minima and maxima kept."
+        )
+    figure_layout(
+        fig,
+        title=title,
+        theme=theme,
+        note=" ".join(notes) or None,
+        height=plot_height + 56,
+        legend=len({c.group for c in curves}) > 1 or any(c.style in ("thin", "dash", "dot") for c in curves),
+        head=28 if headings else 12,
+        right=24,
+        wrap_at=wrap_at,
+    )
+    fig.update_yaxes(type="log" if log_y else "linear")
+    if log_y:
+        fig.update_yaxes(dtick=1, exponentformat="none")
+    fig.update_yaxes(title_text=y_title, col=1)
+    fig.update_xaxes(title_text="step", row=rows, range=_step_range(curves), showgrid=False, ticks="outside")
+    fig.update_xaxes(range=_step_range(curves), showticklabels=True)
+    fig.update_layout(hovermode="closest")
+    return fig
+
+
+def _place(index: int, cols: int) -> dict[str, int]:
+    return {"row": index // cols + 1, "col": index % cols + 1}
+
+
+def _curve_traces(
+    curve: Curve, theme: Theme, smoothing: float, log_y: bool, max_points: int, legend: bool
+) -> list[go.Scatter]:
+    colour = categorical_colour(curve.colour, theme=theme)
+    drawable = _drawable(curve.values_S, log_y)
+    values = np.where(drawable, curve.values_S, np.nan)
+    width = {"line": 2.0, "thin": 1.0, "thick": 3.0, "dash": 2.0, "dot": 2.0}[curve.style]
+    dash = curve.style if curve.style in ("dash", "dot") else line_dash(curve.colour)
+    base: dict[str, Any] = {"legendgroup": curve.group, "name": plain(curve.group)}
+    hover = f"<b>{plain(curve.name)}</b><br>step %{{x:,d}}<br>%{{y:.6g}}<extra></extra>"
+
+    def trace(steps: NDArray, y: NDArray[np.float64], **settings: Any) -> go.Scatter:
+        steps, y = downsample(steps, y, max(max_points, _MIN_POINTS))
+        # A value between two gaps has no neighbour to draw a line to: without a marker it would not be seen.
+        alone = len(y) == 1 or bool(np.any(_lonely(y)))
+        marker = {"size": np.where(_lonely(y), 6, 0) if alone else 0, "opacity": 1, "color": colour}
+        return go.Scatter(
+            x=steps,
+            y=y,
+            mode="lines+markers" if alone else "lines",
+            marker=marker if alone else None,
+            connectgaps=False,
+            **base,
+            **settings,
+        )
+
+    thin = curve.style == "thin"
+    if smoothing <= 0:
+        line = {"color": colour, "width": width, "dash": dash}
+        opacity = 0.45 if thin else 1.0
+        return [trace(curve.steps_S, values, line=line, opacity=opacity, showlegend=legend, hovertemplate=hover)]
+    faint = {"color": colour, "width": 1.0, "dash": dash}
+    smoothed_hover = hover.replace("%{y:.6g}", f"%{{y:.6g}} (smoothed, weight {smoothing:g})")
+    raw = trace(curve.steps_S, values, line=faint, opacity=0.3, showlegend=False, hovertemplate=hover)
+    line = {"color": colour, "width": width, "dash": dash}
+    soft = trace(
+        curve.steps_S,
+        smooth(values, smoothing),
+        line=line,
+        opacity=0.6 if thin else 1.0,
+        showlegend=legend,
+        hovertemplate=smoothed_hover,
+    )
+    return [raw, soft]
+
+
+def _lonely(y: NDArray[np.float64]) -> NDArray[np.bool_]:
+    known = np.concatenate([[False], np.isfinite(y), [False]])
+    return known[1:-1] & ~known[:-2] & ~known[2:]
+
+
+def _drawable(values: NDArray[np.float64], log_y: bool) -> NDArray[np.bool_]:
+    with np.errstate(invalid="ignore"):
+        return np.isfinite(values) & ((values > 0) if log_y else True)
+
+
+def _marks(curve: Curve, theme: Theme, *, foot: float, log_y: bool) -> go.Scatter | None:
+    """Marks at the foot of the panel where a recorded value cannot be drawn: NaN, infinities, zeros on a log axis.
+
+    foot: lowest value of the axis, its logarithm on a log axis.
+    """
+    lost = ~_drawable(curve.values_S, log_y)
+    if curve.null_S is not None:
+        lost &= ~curve.null_S
+    if not lost.any():
+        return None
+    steps = curve.steps_S[lost]
+    values = curve.values_S[lost]
+    if len(steps) > MAX_POINTS:  # a run that is NaN from some step on: its first marks tell the story
+        steps, values = steps[:MAX_POINTS], values[:MAX_POINTS]
+    words = [str(float(v)) if not np.isfinite(v) else f"{number(float(v))}, off the log axis" for v in values]
+    return go.Scatter(
+        x=steps,
+        y=np.full(len(steps), 10.0**foot if log_y else foot),
+        mode="markers",
+        marker={
+            "symbol": "x",
+            "size": 9,
+            "color": categorical_colour(curve.colour, theme=theme),
+            "line": {"color": palette(theme).text, "width": 1},
+        },
+        cliponaxis=False,
+        text=words,
+        hovertemplate=f"<b>{plain(curve.name)}</b><br>step %{{x:,d}}<br>value: %{{text}}<extra></extra>",
+        legendgroup=curve.group,
+        name=f"{plain(curve.group)}: not finite",
+        showlegend=False,
+    )
+
+
+def _value_range(
+    curves: Sequence[Curve], lines: Sequence[ReferenceLine], *, log_y: bool, floor: float | None
+) -> tuple[float, float]:
+    """Ends of a value axis that holds every drawable value and every line, with some air (log10 on a log axis)."""
+    values = [c.values_S[_drawable(c.values_S, log_y)] for c in curves]
+    values.append(np.array([line.value for line in lines if line.value > 0 or not log_y], dtype=np.float64))
+    everything = np.concatenate(values)
+    if floor is not None and (floor > 0 or not log_y):
+        everything = np.append(everything, floor)
+    if len(everything) == 0:
+        return (0.0, 1.0)
+    if log_y:
+        everything = np.log10(everything)
+    low, high = float(everything.min()), float(everything.max())
+    # A constant curve lies in the middle of a range that is wide enough for its axis labels to differ.
+    air = 0.08 * (high - low) if high > low else max(abs(high) * 0.1, 1e-6)
+    at_floor = floor is not None and not log_y and low >= floor
+    return (low if at_floor and low == floor else low - air, high + air)
+
+
+def _step_range(curves: Sequence[Curve]) -> list[float] | None:
+    steps = np.concatenate([c.steps_S for c in curves] or [np.zeros(0)])
+    if len(steps) == 0:
+        return None
+    low, high = float(steps.min()), float(steps.max())
+    air = max((high - low) * 0.015, 0.5)
+    return [low - air, high + air]
+
+
+def _add_line(fig: go.Figure, line: ReferenceLine, theme: Theme, place: dict[str, int]) -> None:
+    p = palette(theme)
+    fig.add_hline(
+        y=line.value,
+        line={"color": p.muted, "width": 1.5, "dash": "dash"},
+        annotation={
+            "text": plain(line.label),
+            "font": {"size": 12, "color": p.text},
+            "bgcolor": p.ground,
+            "opacity": 0.9,
+            "borderpad": 1,
+        },
+        annotation_position="top right",
+        **place,
+    )
+
+
+def _add_restart(fig: go.Figure, step: int, theme: Theme, place: dict[str, int]) -> None:
+    p = palette(theme)
+    fig.add_vline(
+        x=step - 0.5,
+        line={"color": p.text, "width": 1, "dash": "dot"},
+        annotation={"text": "resumed", "font": {"size": 11, "color": p.muted}, "textangle": -90},
+        annotation_position="bottom left",
+        **place,
+    )

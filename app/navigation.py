@@ -1,0 +1,83 @@
+"""The pages: their names, order and icons, and the ways to get from one to another."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import streamlit as st
+
+from app import state
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A page: `app/views/<name>.py` with a function `render()`; `name` is its url_path too."""
+
+    name: str
+    title: str
+    icon: str
+    help: str
+
+    def __call__(self) -> None:
+        importlib.import_module(f"app.views.{self.name}").render()
+
+
+VIEWS = (
+    View(name="runs", title="Runs", icon=":material/list:", help="Every recorded run, and how it ended."),
+    View(
+        name="overview",
+        title="Overview",
+        icon=":material/monitoring:",
+        help="Is the load balanced, and when did it collapse?",
+    ),
+    View(
+        name="replay",
+        title="Replay",
+        icon=":material/play_circle:",
+        help="Load and bias of every expert, step by step.",
+    ),
+    View(
+        name="tokens",
+        title="Tokens",
+        icon=":material/text_fields:",
+        help="Which expert does each token go to?",
+    ),
+    View(
+        name="layouts",
+        title="Layouts",
+        icon=":material/view_column:",
+        help="Dense and MoE layers, and their parameters.",
+    ),
+    View(
+        name="compare",
+        title="Compare",
+        icon=":material/compare_arrows:",
+        help="Two or more runs on one scale.",
+    ),
+    View(
+        name="recording",
+        title="Recording",
+        icon=":material/fiber_manual_record:",
+        help="Recordings in progress.",
+    ),
+)
+
+
+def pages() -> list[Any]:
+    """The `st.Page` of every view, in order; the first is served at the root."""
+    # No icon here: Streamlit would turn it into a favicon fetched from another host. The links carry it.
+    return [st.Page(view, title=view.title, url_path=view.name, help=view.help) for view in VIEWS]
+
+
+def links(pages: list[Any]) -> None:
+    """Draw the menu. Each link carries what is chosen, so that it also opens in a new tab as it is here."""
+    for view, page in zip(VIEWS, pages, strict=True):
+        st.page_link(page, icon=view.icon, query_params=state.url_parameters())
+
+
+def go(name: str, **choices: Any) -> NoReturn:
+    """Go to the page `name` after choosing, e.g. `go("replay", layer=3, step=57)`. Ends the script's run."""
+    state.choose(**choices)
+    page = next(page for view, page in zip(VIEWS, pages(), strict=True) if view.name == name)
+    st.switch_page(page, query_params=state.url_parameters())
+    raise AssertionError("st.switch_page came back")

@@ -1,0 +1,252 @@
+"""The parts of one table as a reader sees them: which count, which are bad, and their rows as one Arrow table."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recorder.parts import Footer, PartFile, list_parts, part_rank, read_footer
+from recorder.schema import conform, part_problem, unify_fields
+
+#: Columns that an older writer may lack or leave null, and what that means.
+_DEFAULTS = {"phase": "train", "rank": 0, "segment": 0}
+_ATTEMPTS = 100
+
+Result = TypeVar("Result")
+
+
+class KeyRange(NamedTuple):
+    """Steps `low` to `high` of one segment; `phase` is None where they are of several phases."""
+
+    phase: str | None
+    segment: int
+    low: int
+    high: int
+
+
+class TableReader:
+    """Owns what is known of one table's folder: the listing, the footers, and the rows of parts once read.
+
+    Parts never change, so all of it is kept by (name, size, mtime). A part that vanishes while it is read has
+    been replaced by a compaction: the folder is listed again and the read repeated.
+
+    Args:
+        folder: the table's folder; it need not exist.
+        table: one of `schema.TABLES`.
+    """
+
+    def __init__(self, folder: Path, table: str) -> None:
+        self.folder = folder
+        self.table = table
+        self.files: dict[str, PartFile] = {}
+        self._footers: dict[PartFile, Footer] = {}
+        self._bad: dict[PartFile, str] = {}
+        self._rows: dict[PartFile, pa.Table] = {}
+        self._ranges: dict[tuple[PartFile, bool], list[KeyRange]] = {}
+        self._live: list[PartFile] | None = None
+        self._fields: dict[str, pa.DataType] = {}
+        self._whole: pa.Table | None = None
+        self.relist()
+
+    def relist(self) -> bool:
+        """Look at the folder again; True when its parts have changed."""
+        files = list_parts(self.folder)
+        if files == self.files:
+            return False
+        self.files = files
+        known = set(files.values())
+        self._footers = {file: footer for file, footer in self._footers.items() if file in known}
+        self._bad = {file: reason for file, reason in self._bad.items() if file in known}
+        self._rows = {file: rows for file, rows in self._rows.items() if file in known}
+        self._ranges = {place: ranges for place, ranges in self._ranges.items() if place[0] in known}
+        self._live = self._whole = None
+        return True
+
+    @property
+    def problems(self) -> list[str]:
+        """One line for each part that cannot be read."""
+        self.live()
+        return [f"{self.table}/{file.name}: {reason}" for file, reason in self._bad.items()]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the parts that count, as stored."""
+        return sum(file.size for file, _ in self.live())
+
+    def live(self) -> list[tuple[PartFile, Footer]]:
+        """The parts that count, in order: readable, of this table, not replaced by another."""
+        if self._live is None:
+            self._repeat(self._load_footers)
+        assert self._live is not None
+        return [(file, self._footers[file]) for file in self._live]
+
+    def whole(self) -> pa.Table:
+        """All rows of the table. Kept; parts already read are not read again."""
+        self.live()
+        if self._whole is None:
+            self._whole = self._repeat(self._read_whole)
+        return self._whole
+
+    def scan(self, columns: list[str] | None = None, *, phase: str | None = None, **equals: int | None) -> pa.Table:
+        """Rows with these values (None = any); row groups that cannot hold any are not read.
+
+        Args:
+            columns: the columns wanted (all when None); those compared must be among them.
+            phase: train, probe, eval or generate.
+            equals: integer key columns and the values they must have.
+        """
+        return self._repeat(lambda: self._scan(columns, phase, equals))
+
+    def key_ranges(self, *, exact: bool = False) -> list[KeyRange]:
+        """Which steps the parts hold, mostly from their footers alone.
+
+        Args:
+            exact: give every step by itself (low = high) and its phase; otherwise ranges, phase None where mixed.
+        """
+        return self._repeat(lambda: self._key_ranges(exact))
+
+    def ranks(self) -> set[int]:
+        """The ranks that wrote parts; a part with a name not ours counts as rank 0."""
+        return {part_rank(file.name) or 0 for file, _ in self.live()}
+
+    def _key_ranges(self, exact: bool) -> list[KeyRange]:
+        found: list[KeyRange] = []
+        for file, footer in self.live():
+            if (file, exact) not in self._ranges:
+                self._ranges[file, exact] = self._part_ranges(file, footer, exact)
+            found.extend(self._ranges[file, exact])
+        return found
+
+    def _part_ranges(self, file: PartFile, footer: Footer, exact: bool) -> list[KeyRange]:
+        groups = footer.groups
+        low, high = groups.low["step"], groups.high["step"]
+        settled = (groups.low["segment"] == groups.high["segment"]) & (low >= 0)
+        if exact:
+            settled &= (low == high) & np.array([phase is not None for phase in groups.phase], dtype=bool)
+        ranges = [
+            KeyRange(groups.phase[group], int(groups.low["segment"][group]), int(low[group]), int(high[group]))
+            for group in np.flatnonzero(settled).tolist()
+        ]
+        unsettled = np.flatnonzero(~settled).tolist()
+        if unsettled:
+            names = ["step", "phase", "segment"]
+            fields = {name: self._fields[name] for name in names}
+            rows = self._complete(fields, [conform(self._read(file, unsettled, names), fields)])
+            keys = ["phase", "segment", *(["step"] if exact else [])]
+            extremes = rows.group_by(keys).aggregate([("step", "min"), ("step", "max")]).to_pylist()
+            ranges += [
+                KeyRange(row["phase"], row["segment"], int(row["step_min"]), int(row["step_max"]))
+                for row in extremes
+                if row["step_min"] is not None
+            ]
+        return ranges
+
+    def _repeat(self, read: Callable[[], Result]) -> Result:
+        vanished = 0
+        while True:
+            try:
+                return read()
+            except _PartIsBadError:
+                self._live = self._whole = None
+            except FileNotFoundError:
+                vanished += 1
+                if not self.relist() and vanished > _ATTEMPTS:
+                    raise
+
+    def _load_footers(self) -> None:
+        for file in self.files.values():
+            if file in self._footers or file in self._bad:
+                continue
+            try:
+                footer = read_footer(self.folder / file.name)
+            except FileNotFoundError:
+                raise
+            except (pa.ArrowException, OSError, ValueError) as error:
+                self._bad[file] = _first_line(error)
+                continue
+            reason = part_problem(self.table, footer.schema)
+            if reason is None:
+                self._footers[file] = footer
+            else:
+                self._bad[file] = reason
+        good = [file for file in self.files.values() if file in self._footers and file not in self._bad]
+        replaced = frozenset[str]().union(*(self._footers[file].replaces for file in good))
+        live: list[PartFile] = []
+        schemas: list[pa.Schema] = []
+        fields = unify_fields(self.table, [])
+        for file in good:
+            if file.name in replaced:
+                continue
+            schema = self._footers[file].schema
+            if schema not in schemas:
+                try:
+                    fields = unify_fields(self.table, [*schemas, schema])
+                except TypeError as error:
+                    self._bad[file] = f"columns do not go with the other parts: {error}"
+                    continue
+                schemas.append(schema)
+            live.append(file)
+        # A bad part that a compaction replaced is no loss: do not report it.
+        self._bad = {file: reason for file, reason in self._bad.items() if file.name not in replaced}
+        self._live, self._fields = live, fields
+
+    def _read_whole(self) -> pa.Table:
+        pieces = []
+        for file, _ in self.live():
+            if file not in self._rows:
+                self._rows[file] = self._read(file, None, None)
+            pieces.append(conform(self._rows[file], self._fields))
+        return self._complete(self._fields, pieces)
+
+    def _scan(self, columns: list[str] | None, phase: str | None, equals: dict[str, int | None]) -> pa.Table:
+        filtered = phase is not None or any(value is not None for value in equals.values())
+        pieces = []
+        live = self.live()
+        fields = {name: kind for name, kind in self._fields.items() if columns is None or name in columns}
+        for file, footer in live:
+            groups = footer.groups.select(phase=phase, **equals) if filtered else None
+            if groups is None or groups:
+                pieces.append(conform(self._read(file, groups, columns), fields))
+        rows = self._complete(fields, pieces)
+        mask: Any = None
+        for name, value in {"phase": phase, **equals}.items():
+            if value is not None:
+                test = pc.equal(rows[name], value)
+                mask = test if mask is None else pc.and_(mask, test)
+        return rows if mask is None else rows.filter(mask)
+
+    def _read(self, file: PartFile, groups: list[int] | None, columns: list[str] | None) -> pa.Table:
+        """Rows of one part; `groups` None = all. Opened by itself, so path parts like `run=007` are no columns."""
+        try:
+            footer = self._footers[file]
+            with pq.ParquetFile(self.folder / file.name, metadata=footer.metadata) as part:
+                if columns is not None:
+                    columns = [name for name in columns if name in footer.schema.names]
+                return part.read(columns) if groups is None else part.read_row_groups(groups, columns)
+        except FileNotFoundError:
+            raise
+        except (pa.ArrowException, OSError, ValueError) as error:
+            self._bad[file] = _first_line(error)
+            raise _PartIsBadError from None
+
+    def _complete(self, fields: dict[str, pa.DataType], pieces: list[pa.Table]) -> pa.Table:
+        schema = pa.schema(list(fields.items()))
+        rows = pa.concat_tables(pieces) if pieces else schema.empty_table()
+        for name, default in _DEFAULTS.items():
+            if name in fields and rows[name].null_count:
+                filled = pc.fill_null(rows[name], pa.scalar(default, fields[name]))
+                rows = rows.set_column(rows.schema.get_field_index(name), name, filled)
+        return rows
+
+
+class _PartIsBadError(Exception):
+    """A part turned out to be damaged past its footer; it is noted, the read starts again without it."""
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

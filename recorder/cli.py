@@ -1,0 +1,290 @@
+"""The `routescope` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from .training.config import BALANCERS, DISPATCHERS, ROUTERS, ToyConfig
+
+DONE, FAILED, WRONG_ARGUMENTS, CANCELLED = 0, 1, 2, 130
+RUNS_FOLDER = Path("runs")
+
+cli = typer.Typer(
+    name="routescope",
+    help="Record, read and replay the routing of mixture-of-experts training runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+class CommandError(Exception):
+    """A failure that a person can act on: one line, and the exit code."""
+
+    def __init__(self, message: str, exit_code: int = WRONG_ARGUMENTS) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; print one line and exit with its code on any error that a person can act on."""
+    try:
+        code = cli(args=None if arguments is None else list(arguments), standalone_mode=False)
+    except CommandError as error:
+        _fail(str(error), error.exit_code)
+    except TyperException as error:
+        _fail(error.format_message().strip() or "see routescope --help", error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("cancelled", CANCELLED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing more
+        sys.exit(DONE)
+    sys.exit(code if isinstance(code, int) else DONE)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"routescope: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+Router = StrEnum("Router", [(name, name) for name in ROUTERS])  # type: ignore[misc]
+DispatcherName = StrEnum("DispatcherName", [(name, name) for name in DISPATCHERS])  # type: ignore[misc]
+DEFAULTS = ToyConfig()
+DEFAULT_ROUTER, DEFAULT_DISPATCHER = DEFAULT_ROUTER, DispatcherName(DEFAULTS.dispatcher)
+
+
+@cli.command()
+def record(
+    balancer: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{' | '.join(BALANCERS)}; repeat it, or join by '+', to combine several.", metavar="NAME"),
+    ] = None,
+    aux_coef: Annotated[float, typer.Option(help="Coefficient of the Switch aux loss.")] = DEFAULTS.aux_coef,
+    z_coef: Annotated[float, typer.Option(help="Coefficient of the router z-loss; 0 = off.")] = DEFAULTS.z_coef,
+    bias_rate: Annotated[float, typer.Option(help="Step of the sign bias.")] = DEFAULTS.bias_rate,
+    noise_std: Annotated[float, typer.Option(help="Noise on the router logits in training.")] = DEFAULTS.noise_std,
+    router: Annotated[Router, typer.Option(help="Score function of the router.")] = DEFAULT_ROUTER,
+    dispatcher: Annotated[DispatcherName, typer.Option(help="How tokens reach their experts.")] = DispatcherName(
+        DEFAULTS.dispatcher
+    ),
+    num_layers: Annotated[int, typer.Option(help="Layers, dense and MoE.")] = DEFAULTS.num_layers,
+    moe_frequency: Annotated[int, typer.Option(help="Every n-th layer is MoE.")] = DEFAULTS.moe_frequency,
+    d_model: Annotated[int, typer.Option(help="Model width.")] = DEFAULTS.d_model,
+    d_ff: Annotated[int, typer.Option(help="Width of dense layers.")] = DEFAULTS.d_ff,
+    expert_d_ff: Annotated[int, typer.Option(help="Width of each expert.")] = DEFAULTS.expert_d_ff,
+    num_heads: Annotated[int, typer.Option(help="Attention heads.")] = DEFAULTS.num_heads,
+    num_experts: Annotated[int, typer.Option(help="Experts in each MoE layer.")] = DEFAULTS.num_experts,
+    top_k: Annotated[int, typer.Option(help="Experts for each token.")] = DEFAULTS.top_k,
+    num_shared_experts: Annotated[
+        int, typer.Option(help="Experts that every token passes.")
+    ] = DEFAULTS.num_shared_experts,
+    capacity_factor: Annotated[
+        float | None, typer.Option(help="Drop what is over this many uniform shares; not given = never.")
+    ] = DEFAULTS.capacity_factor,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = DEFAULTS.steps,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a batch.")] = DEFAULTS.batch_size,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence.")] = DEFAULTS.seq_len,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = DEFAULTS.lr,
+    seed: Annotated[int, typer.Option(help="Same seed and versions, same run.")] = DEFAULTS.seed,
+    decisions_every: Annotated[
+        int, typer.Option(help="Keep single decisions every n steps.")
+    ] = DEFAULTS.decisions_every,
+    probe_every: Annotated[
+        int, typer.Option(help="Route one fixed held-out batch every n steps, and at the end.")
+    ] = DEFAULTS.probe_every,
+    corpus: Annotated[
+        list[Path] | None, typer.Option(help="Your own text: a file or folder, one domain each. Repeatable.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = DEFAULTS.vocab_size,
+    name: Annotated[str, typer.Option(help="Shown in the dashboard; the balancer's name by default.")] = "",
+    run_id: Annotated[
+        str, typer.Option(help="Folder of the run under --out; made from name and time by default.")
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Folder that holds runs.")] = RUNS_FOLDER,
+) -> None:
+    """Train a small MoE language model on real text and record every routing decision."""
+    options = {key: value for key, value in locals().items() if key in ToyConfig.__dataclass_fields__}
+    options |= {
+        "balancer": "+".join(balancer or [DEFAULTS.balancer]),
+        "router": str(router),
+        "dispatcher": str(dispatcher),
+        "corpus": tuple(str(path) for path in corpus or []),
+    }
+    try:
+        config = ToyConfig(**options)
+    except ValueError as error:
+        raise CommandError(_as_options(str(error))) from None
+    run_path = _new_run_path(out, run_id, config.name or config.full_balancer)
+    _record(config, run_path)
+
+
+def _record(config: ToyConfig, run_path: Path) -> None:
+    # SIGTERM (the dashboard's cancel) and Ctrl-C both end the run after the step that is under way
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _frame: stop.append(received))
+
+    from tqdm import tqdm
+
+    from .training.loop import RunCancelledError, train  # torch is loaded here, for this command alone
+    from .writer import RunExistsError
+
+    with tqdm(total=config.steps, unit="step", file=sys.stderr, mininterval=0.5) as bar:
+
+        def show(done: int, loss: float) -> None:
+            bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            bar.update(done - bar.n)
+
+        try:
+            train(config, run_path, on_step=show, should_stop=lambda: bool(stop))
+        except RunCancelledError:
+            bar.close()
+            print(run_path)
+            raise CommandError(f"cancelled after step {bar.n}; what was recorded is kept", CANCELLED) from None
+        except (ValueError, RunExistsError) as error:
+            bar.close()
+            raise CommandError(_as_options(str(error))) from None
+        except OSError as error:
+            bar.close()
+            raise CommandError(f"recording into {run_path} failed: {error}", FAILED) from None
+    print(run_path)
+
+
+def _new_run_path(out: Path, run_id: str, label: str) -> Path:
+    if run_id:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", run_id):
+            raise CommandError(f"--run-id {run_id!r} is not a plain folder name of letters, digits and . _ = + -")
+        return out / run_id
+    slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:40] or "run"
+    first = out / f"{slug}-{datetime.now():%Y%m%d-%H%M%S}"
+    path, n = first, 2
+    while path.exists():
+        path, n = first.with_name(f"{first.name}-{n}"), n + 1
+    return path
+
+
+def _as_options(message: str) -> str:
+    """Field names of the settings as the options that a person typed: top_k=9 -> --top-k 9."""
+    fields = "|".join(ToyConfig.__dataclass_fields__)
+    return re.sub(rf"\b({fields})=", lambda match: "--" + match[1].replace("_", "-") + " ", message)
+
+
+@cli.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder that holds runs.")] = RUNS_FOLDER,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> None:
+    """List the runs in a folder."""
+    from .reader import Run, list_runs
+    from .summary import run_row
+
+    if not folder.is_dir():
+        raise CommandError(f"{folder} is not a folder; record a run with: routescope record")
+    rows: list[dict[str, Any]] = []
+    for info in list_runs(folder):
+        if info.status == "unreadable":
+            print(f"routescope: {info.path}: {info.error}", file=sys.stderr)
+            continue
+        rows.append(run_row(Run(info.path)))
+    if as_json:
+        _print_json(rows)
+    elif not rows:
+        print(f"no runs in {folder}; record one with: routescope record --out {folder}")
+    else:
+        columns = ["run_id", "status", "balancer", "num_experts", "top_k", "last_step", "loss", "max_violation"]
+        columns += ["dead_experts", "idle_experts"]
+        _print_table(columns, [[row[column] for column in columns] for row in rows])
+
+
+@cli.command()
+def summary(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path, or its id in runs/ or sample_runs/.")],
+    window: Annotated[int, typer.Option(min=1, help="Over how many of the last recorded steps.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> None:
+    """Final losses and per-layer metrics of a run."""
+    from .summary import summarise
+
+    result = summarise(_open_run(run), window=window)
+    if as_json:
+        _print_json(result)
+        return
+    print(f"{result['name']} ({result['run_id']}), {result['status']}, last step {result['last_step']}")
+    print(f"means over the last {result['window']} recorded training steps:")
+    _print_table(list(result["losses"]), [list(result["losses"].values())])
+    columns = ["layer", "num_experts", "top_k", "max_violation", "max_violation_window", "load_entropy"]
+    columns += ["router_entropy", "dead_experts", "idle_experts", "gini", "drop_rate", "aux_loss"]
+    _print_table(columns, [[layer[column] for column in columns] for layer in result["layers"]])
+
+
+@cli.command()
+def app(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of runs; runs/ and the samples by default.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the dashboard.")] = None,
+) -> None:
+    """Open the dashboard."""
+    for folder in folders or []:
+        if not folder.is_dir():
+            raise CommandError(f"{folder} is not a folder")
+    spec = find_spec("app")
+    if spec is None or not spec.submodule_search_locations:
+        raise CommandError("the dashboard (package `app`) is not installed beside the recorder", FAILED)
+    script = Path(next(iter(spec.submodule_search_locations))) / "main.py"
+    command = [sys.executable, "-m", "streamlit", "run", str(script)]
+    if port is not None:
+        command += ["--server.port", str(port)]
+    command += ["--", *(str(folder) for folder in folders or [])]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+def _open_run(text: str) -> Any:
+    """The run at a path, or with that id in the usual folders."""
+    from .reader import Run, RunNotFoundError, RunUnreadableError
+
+    candidates = [Path(text), RUNS_FOLDER / text, Path("sample_runs") / text]
+    for path in candidates:
+        if (path / "run.json").exists():
+            try:
+                return Run(path)
+            except (RunNotFoundError, RunUnreadableError) as error:
+                raise CommandError(str(error), FAILED) from None
+    looked = ", ".join(str(path) for path in candidates)
+    raise CommandError(f"no run {text!r}: no run.json in any of {looked}; see: routescope runs")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    cells = [list(columns)] + [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Many small parts into few, such that a crash at any moment loses and doubles nothing."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recorder.parts import (
+    Footer,
+    list_parts,
+    next_sequence,
+    part_name,
+    part_rank,
+    read_footer,
+    remove_parts,
+    write_part,
+)
+from recorder.schema import conform, part_problem, unify_fields
+
+#: A compacted part is made of parts of at most this many bytes in memory (as Parquet pages) and rows together.
+MAX_BYTES = 256 << 20
+MAX_ROWS = 4_000_000
+
+
+def compact_table(folder: Path, table: str, rank: int, *, max_rows: int = MAX_ROWS) -> None:
+    """Join one rank's parts of a table into few.
+
+    Each new part names in its footer the parts it replaces and everything those had replaced; it counts, and they
+    do not, from its rename on. Only then are they deleted. Parts that cannot be read are left as they are.
+    No other process may write parts of this rank meanwhile.
+
+    Args:
+        folder: the table's folder; nothing happens without one.
+        table: one of `schema.TABLES`.
+        rank: whose parts.
+        max_rows: rows a new part may hold; a single part that has more stays as it is.
+    """
+    footers: dict[str, Footer] = {}
+    for name in list_parts(folder):
+        if part_rank(name) == rank:
+            try:
+                footer = read_footer(folder / name)
+            except (pa.ArrowException, OSError, ValueError):
+                continue
+            if part_problem(table, footer.schema) is None:
+                footers[name] = footer
+    replaced = frozenset[str]().union(*(footer.replaces for footer in footers.values()))
+    remove_parts(folder, replaced)  # left by a crash between a rename and its deletions
+    live = {name: footer for name, footer in footers.items() if name not in replaced}
+    sequence = next_sequence(folder, rank)
+    for batch in _batches(live, max_rows):
+        fields = unify_fields(table, [live[name].schema for name in batch])
+        rows = pa.concat_tables([conform(_read(folder / name), fields) for name in batch])
+        gone = frozenset(batch).union(*(live[name].replaces for name in batch))
+        write_part(folder / part_name(rank, sequence), table, rows, replaces=gone)
+        sequence += 1
+        remove_parts(folder, gone)
+
+
+def _read(path: Path) -> pa.Table:
+    # The file itself, never a data set: path parts such as `run=007` are no columns.
+    with pq.ParquetFile(path) as file:
+        return file.read()
+
+
+def _batches(live: dict[str, Footer], max_rows: int) -> Iterable[list[str]]:
+    """Neighbouring parts that fit one new part together, where there are at least two."""
+    batch: list[str] = []
+    rows = size = 0
+    for name, footer in live.items():
+        part_size = sum(
+            footer.metadata.row_group(group).total_byte_size for group in range(footer.metadata.num_row_groups)
+        )
+        if batch and (rows + footer.num_rows > max_rows or size + part_size > MAX_BYTES):
+            if len(batch) > 1:
+                yield batch
+            batch, rows, size = [], 0, 0
+        batch.append(name)
+        rows += footer.num_rows
+        size += part_size
+    if len(batch) > 1:
+        yield batch

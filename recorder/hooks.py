@@ -1,0 +1,315 @@
+"""RoutingRecorder: attach to a model and record the routing of its training, one optimizer step at a time.
+
+Shapes: B batch, S sequence, T = B*S tokens of one micro-batch, E experts, K choices a token.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from moe_core.layers import MoEOutput
+from moe_core.routing import NO_CHOICE, Routing, in_backward
+
+from .describe import describe_model, find_moe_layers
+from .layer_stats import layer_stats
+from .writer import RunWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Forward:
+    """What one router did in one micro-batch of (sequences, positions)."""
+
+    shape: tuple[int, int]
+    routing: Routing
+    losses: dict[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """What the open step context has gathered so far."""
+
+    step: int
+    phase: str
+    decisions: bool
+    forwards: dict[int, list[_Forward]] = field(default_factory=dict)  # by router
+    scalars: dict[str, float | None] = field(default_factory=dict)
+
+
+class RoutingRecorder:
+    """Records every MoELayer of `model` into the run folder `out` (created; FileExistsError if it holds a run).
+
+    Open one `step` context per optimizer step; forwards outside a context are not recorded. All micro-batches
+    inside one context belong to one step. Recomputed activations are not recorded again. `close()` (or leaving the
+    `with` block) writes what is left and takes the hooks off the model.
+
+        with RoutingRecorder(model, out="runs/mine", name="my run") as recorder:
+            for step, (input_ids, labels) in enumerate(batches):
+                with recorder.step(step, token_ids=input_ids):
+                    loss = model(input_ids, labels).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    recorder.log(loss=loss)
+
+    name: shown in the dashboard (default: the folder's name). config: the full training configuration, kept in
+    the manifest; its "balancer" and "seed" are shown with the run. domains: names that `step(domains=...)` may
+    use. decisions_every: record the decisions of every n-th training step; other phases record all of theirs.
+    writer_options: passed on to RunWriter (flush_seconds, flush_rows, flush_steps, full_weights).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        out: str | Path,
+        *,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        domains: Sequence[str] = (),
+        decisions_every: int = 1,
+        probe_every: int | None = None,
+        source: str = "RoutingRecorder",
+        **writer_options: Any,
+    ) -> None:
+        if decisions_every < 1:
+            raise ValueError(f"decisions_every={decisions_every} is below 1")
+        self.decisions_every = decisions_every
+        description = describe_model(model)
+        self._layer_of_router = {
+            layer["router"]: layer["index"] for layer in description["layers"] if layer["kind"] == "moe"
+        }
+        config = dict(config or {})
+        self.writer = RunWriter(
+            out,
+            manifest={
+                "name": name if name is not None else Path(out).name,
+                "source": source,
+                "seed": config.get("seed"),
+                "config": config,
+                "domains": list(domains),
+                "recorded": {
+                    "stats_every": 1,
+                    "decisions_every": decisions_every,
+                    "probe_every": probe_every,
+                    "text": False,
+                    "weights": "full" if writer_options.get("full_weights") else "rounded",
+                },
+                "versions": {
+                    "python": platform.python_version(),
+                    "torch": torch.__version__,
+                    "numpy": np.__version__,
+                },
+                "model": description,
+            },
+            **writer_options,
+        )
+        self._open: _Step | None = None
+        layers = [layer for _, _, layer in find_moe_layers(model)]
+        self._coefficients = [layer.balancer.coefficients for layer in layers]
+        self._handles: list[RemovableHandle] = [
+            layer.register_forward_hook(self._hook_of(router)) for router, layer in enumerate(layers)
+        ]
+
+    def _hook_of(self, router: int) -> Any:
+        def note(_layer: nn.Module, args: tuple[Any, ...], output: MoEOutput) -> None:
+            if self._open is not None and not in_backward():
+                shape = tuple(args[0].shape[:-1])
+                self._open.forwards.setdefault(router, []).append(
+                    _Forward(
+                        shape=(1, shape[0]) if len(shape) == 1 else (int(np.prod(shape[:-1])), shape[-1]),
+                        routing=_changed(output.routing, {}),
+                        losses={name: loss.detach() for name, loss in output.losses.items()},
+                    )
+                )
+
+        return note
+
+    @contextmanager
+    def step(
+        self,
+        step: int,
+        *,
+        phase: str = "train",
+        token_ids: Any = None,
+        attention_mask: Any = None,
+        domains: Any = None,
+        text: Any = None,
+        decisions: bool | None = None,
+    ) -> Iterator[None]:
+        """Record the forwards inside as step `step` of `phase` (train, probe, eval or generate).
+
+        token_ids, attention_mask, text: (B, S), those of several micro-batches concatenated along B; mask True or
+        1 = a real token (where the layers were given no token_mask of their own). text may be a function that
+        returns it, called only where decisions are kept. domains: one name per sequence
+        (B) or per token (B, S). decisions: whether to keep single decisions; default by `decisions_every` in the
+        train phase, always elsewhere. Nothing is written when the block raises.
+        Raises ValueError where shapes do not match what the model saw, RuntimeError for nested contexts.
+        """
+        if self._open is not None:
+            raise RuntimeError(f"step {step} was opened inside step {self._open.step}; one context at a time")
+        if decisions is None:
+            decisions = phase != "train" or step % self.decisions_every == 0
+        self._open = current = _Step(step=step, phase=phase, decisions=decisions)
+        try:
+            yield
+        finally:
+            self._open = None
+        self._write(current, token_ids, attention_mask, domains, text)
+
+    def log(self, **scalars: Any) -> None:
+        """Numbers of the open step: loss, ce_loss, aux_loss, z_loss, grad_norm, learning_rate, wall_time_s.
+
+        Tensors of one element, numbers, or None. Raises RuntimeError outside a step context.
+        """
+        if self._open is None:
+            raise RuntimeError("log() wants an open step: call it inside `with recorder.step(...)`")
+        for name, value in scalars.items():
+            value = value.detach() if isinstance(value, Tensor) else value
+            self._open.scalars[name] = None if value is None else float(value)
+
+    def close(self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None) -> None:
+        """Write what is left, set the run's status and take the hooks off the model. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.writer.finalize(status, error)
+
+    def __enter__(self) -> RoutingRecorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif isinstance(error, KeyboardInterrupt):
+            self.close("cancelled")
+        else:
+            self.close("failed", f"{type(error).__name__}: {error}")
+
+    def _write(self, current: _Step, token_ids: Any, attention_mask: Any, domains: Any, text: Any) -> None:
+        step, phase = current.step, current.phase
+        tokens: int | None = None
+        for router in sorted(current.forwards):
+            forwards = current.forwards[router]
+            layout = _TokenLayout.of([forward.shape for forward in forwards])
+            mask_T = None if attention_mask is None else layout.per_token("attention_mask", attention_mask) > 0
+            routings = _masked([forward.routing for forward in forwards], mask_T)
+            layer = self._layer_of_router[router]
+            stats = layer_stats(routings, [forward.losses for forward in forwards], self._coefficients[router])
+            real_T = np.concatenate([_real_tokens(routing) for routing in routings])
+            first_router = tokens is None
+            if first_router:
+                tokens = int(real_T.sum())
+            self.writer.log_layer_stats(step, phase=phase, layer=layer, router=router, **stats)
+            if not current.decisions:
+                continue
+            tokens_T = np.flatnonzero(real_T)
+            kept = [routing.kept_TK for routing in routings]
+            self.writer.log_decisions(
+                step,
+                phase=phase,
+                layer=layer,
+                router=router,
+                experts_TK=_joined(routing.expert_ids_TK for routing in routings)[real_T],
+                weights_TK=_joined(routing.weights_TK for routing in routings)[real_T],
+                kept_TK=None if kept[0] is None else _joined(k for k in kept if k is not None)[real_T],
+                tokens_T=tokens_T,
+            )
+            if first_router:
+                text = text() if callable(text) else text
+                if text is not None and not self.writer.manifest["recorded"]["text"]:
+                    self.writer.update_manifest(recorded={**self.writer.manifest["recorded"], "text": True})
+                self.writer.log_tokens(
+                    step,
+                    phase=phase,
+                    sequence_T=layout.sequence_T[real_T],
+                    position_T=layout.position_T[real_T],
+                    token_id_T=_optional(layout, "token_ids", token_ids, real_T),
+                    text_T=_optional(layout, "text", text, real_T),
+                    domain_T=_optional(layout, "domains", domains, real_T),
+                    tokens_T=tokens_T,
+                )
+        self.writer.log_step(step, phase=phase, tokens=tokens or 0, **current.scalars)
+
+
+@dataclass(frozen=True)
+class _TokenLayout:
+    """Where the tokens of a step's micro-batches stand: sequences numbered on from one micro-batch to the next."""
+
+    sequence_T: np.ndarray
+    position_T: np.ndarray
+
+    @staticmethod
+    def of(shapes: Sequence[tuple[int, int]]) -> _TokenLayout:
+        sequences, positions, first = [], [], 0
+        for batch, length in shapes:
+            sequences.append(np.repeat(np.arange(first, first + batch), length))
+            positions.append(np.tile(np.arange(length), batch))
+            first += batch
+        return _TokenLayout(np.concatenate(sequences), np.concatenate(positions))
+
+    def per_token(self, name: str, values: Any) -> np.ndarray:
+        """`values`, given per token or per sequence, as one entry per token."""
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+        num_tokens, num_sequences = (
+            len(self.sequence_T),
+            int(self.sequence_T[-1]) + 1 if len(self.sequence_T) else 0,
+        )
+        if array.size == num_tokens:
+            return array.reshape(num_tokens)
+        if array.shape == (num_sequences,):
+            return array[self.sequence_T]
+        raise ValueError(
+            f"{name} has shape {array.shape}, but the model saw {num_tokens} tokens in {num_sequences} sequences"
+        )
+
+
+def _optional(layout: _TokenLayout, name: str, values: Any, real_T: np.ndarray) -> Any:
+    return None if values is None else layout.per_token(name, values)[real_T]
+
+
+def _changed(routing: Routing, changes: Mapping[str, Tensor]) -> Routing:
+    """A copy of the routing with its tensors cut off from autograd, some of them changed."""
+    present = {f.name: v for f in fields(routing) if (v := getattr(routing, f.name)) is not None}
+    return replace(routing, **{name: value.detach() for name, value in {**present, **changes}.items()})
+
+
+def _masked(routings: list[Routing], mask_T: np.ndarray | None) -> list[Routing]:
+    """The routings with the recorder's own attention mask on top of what the layers were told."""
+    if mask_T is None:
+        return routings
+    masked, start = [], 0
+    for routing in routings:
+        T = routing.expert_ids_TK.shape[0]
+        here_T = torch.from_numpy(mask_T[start : start + T]).to(routing.expert_ids_TK.device)
+        start += T
+        told_T = routing.token_mask_T
+        changes = {
+            "token_mask_T": here_T if told_T is None else here_T & told_T,
+            "expert_ids_TK": routing.expert_ids_TK.masked_fill(~here_T[:, None], NO_CHOICE),
+            "weights_TK": routing.weights_TK.masked_fill(~here_T[:, None], 0),
+        }
+        masked.append(_changed(routing, changes))
+    return masked
+
+
+def _real_tokens(routing: Routing) -> np.ndarray:
+    """bool (T,): not padding; rows that could not be routed are real tokens too."""
+    if routing.token_mask_T is None:
+        return np.ones(routing.expert_ids_TK.shape[0], dtype=bool)
+    return routing.token_mask_T.cpu().numpy()
+
+
+def _joined(tensors: Any) -> np.ndarray:
+    return np.concatenate([tensor.cpu().numpy() for tensor in tensors])

@@ -1,0 +1,517 @@
+"""Write a run: buffered rows, complete part files, and a manifest that is never half-written.
+
+Shapes: E experts, K top-k, T tokens.
+"""
+
+import contextlib
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import pyarrow as pa
+
+from recorder import buffers
+from recorder.compact import compact_table
+from recorder.manifest import (
+    MANIFEST_NAME,
+    STATUSES,
+    RunExistsError,
+    create_manifest,
+    folder_lock,
+    library_versions,
+    now,
+    plain,
+    process_alive,
+    read_manifest,
+    replace_manifest,
+    this_process,
+)
+from recorder.parts import list_parts, next_sequence, part_name, part_rank, remove_leftovers, write_part
+from recorder.schema import FORMAT_VERSION, TABLES
+
+#: `steps` last: a step that a reader finds there has its other rows already.
+_FLUSH_ORDER = ("tokens", "decisions", "layer_stats", "events", "steps")
+_FIXED_KEYS = ("format_version", "run_id", "created_at", "segment", "process")
+
+
+class RunWriter:
+    """Owns one run folder: its `run.json` (rank 0) and this rank's part files.
+
+    Rows are buffered and written as complete part files when `flush_seconds` have passed, when `flush_rows` rows
+    wait, or every `flush_steps` calls of `log_step`. The time is looked at between steps where that is possible, so
+    that a part holds whole steps. A process killed at any moment loses only the rows still buffered.
+
+    Args:
+        path: the run's own folder; created, with its parents.
+        manifest: values for `run.json` (config, model, domains, ...); the rest is filled in. On resume they replace
+            the values there. `run_id` is the folder's name unless given.
+        rank: this process's rank. Ranks above 0 join the folder that rank 0 has created (call after a barrier) and
+            write parts only.
+        resume: go on with an existing run, as its next segment.
+        flush_seconds: most seconds between two flushes while rows arrive.
+        flush_rows: most rows buffered, all tables together.
+        flush_steps: steps between two flushes; None = by time and rows only.
+        full_weights: keep all 23 mantissa bits of the gate weights instead of 10.
+
+    Raises:
+        RunExistsError: the folder holds a run already; or, on resume, a live process still writes to it.
+        RunNotFoundError: resume, or a rank above 0, without a run there.
+        ValueError: a flush setting out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        manifest: dict[str, Any] | None = None,
+        rank: int = 0,
+        resume: bool = False,
+        flush_seconds: float = 1.0,
+        flush_rows: int = 200_000,
+        flush_steps: int | None = None,
+        full_weights: bool = False,
+    ) -> None:
+        if rank < 0:
+            raise ValueError(f"rank must be at least 0, got {rank}")
+        if not flush_seconds >= 0:
+            raise ValueError(f"flush_seconds must be at least 0, got {flush_seconds}")
+        if flush_rows < 1:
+            raise ValueError(f"flush_rows must be at least 1, got {flush_rows}")
+        if flush_steps is not None and flush_steps < 1:
+            raise ValueError(f"flush_steps must be at least 1 or None, got {flush_steps}")
+        self.path = Path(path)
+        self.rank = rank
+        self._flush_seconds = flush_seconds
+        self._flush_rows = flush_rows
+        self._flush_steps = flush_steps
+        self._full_weights = full_weights
+        given: dict[str, Any] = plain(manifest or {})
+        if resume or rank > 0:
+            self._manifest = self._join(given, resume)
+        else:
+            self._manifest = self._create(given)
+        self._resumed_pending = resume
+        self._experts = buffers.experts_by_router(self._manifest)
+        self._rows: dict[str, list[pa.Table | dict[str, Any]]] = {table: [] for table in TABLES}
+        self._num_rows = 0
+        self._steps_since_flush = 0
+        self._buffered_step: int | None = None
+        self._flushed_at = self._beat_at = time.monotonic()
+        self._closed = False
+        self._sequence = {table: next_sequence(self.path / table, rank) for table in TABLES}
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, unique among runs side by side."""
+        run_id: str = self._manifest["run_id"]
+        return run_id
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """A copy of the manifest as last written."""
+        return copy.deepcopy(self._manifest)
+
+    @property
+    def segment(self) -> int:
+        """0, and one more at each resume."""
+        segment: int = self._manifest["segment"]
+        return segment
+
+    def log_step(
+        self,
+        step: int,
+        *,
+        phase: str = "train",
+        tokens: int,
+        wall_time_s: float | None = None,
+        loss: float | None = None,
+        ce_loss: float | None = None,
+        aux_loss: float | None = None,
+        z_loss: float | None = None,
+        grad_norm: float | None = None,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Record one step's scalars. None = not recorded; NaN and infinities are kept as they are.
+
+        Args:
+            step: optimizer step, at least 0.
+            phase: train, probe, eval or generate.
+            tokens: real tokens in the step.
+            wall_time_s: seconds the step took.
+            loss: the total that was minimised.
+            ce_loss: its cross-entropy part, nats a token.
+            aux_loss: what was added for balance, coefficient included, summed over layers.
+            z_loss: the same for the z-loss.
+            grad_norm: global gradient norm.
+            learning_rate: as used in this step.
+
+        Raises:
+            ValueError: unknown phase, negative step, or the run is closed.
+        """
+        scalars = {
+            "wall_time_s": wall_time_s,
+            "loss": loss,
+            "ce_loss": ce_loss,
+            "aux_loss": aux_loss,
+            "z_loss": z_loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+        }
+        row = buffers.key(step, phase) | {"tokens": int(tokens)}
+        row |= {name: None if value is None else float(value) for name, value in scalars.items()}
+        self._add("steps", step, row, 1)
+        self._steps_since_flush += 1
+        by_steps = self._flush_steps is not None and self._steps_since_flush >= self._flush_steps
+        if by_steps or time.monotonic() - self._flushed_at >= self._flush_seconds:
+            self.flush()
+
+    def log_layer_stats(
+        self,
+        step: int,
+        *,
+        phase: str = "train",
+        layer: int,
+        router: int,
+        tokens: int,
+        load: np.ndarray,
+        gate_mass: np.ndarray,
+        mean_prob: np.ndarray,
+        expert_bias: np.ndarray | None = None,
+        rerouted: int | None = None,
+        dropped: np.ndarray | None = None,
+        invalid: int = 0,
+        router_entropy: float | None = None,
+        aux_loss: float | None = None,
+        z_loss: float | None = None,
+    ) -> None:
+        """Record what one router did in one step. Arrays are copied.
+
+        Args:
+            step: optimizer step, at least 0.
+            phase: train, probe, eval or generate.
+            layer: index in the whole model, dense layers counted.
+            router: the router's own number.
+            tokens: real tokens routed.
+            load: assignments per expert before any drop, integers (E,).
+            gate_mass: sum of weights per expert (E,).
+            mean_prob: mean of the full score distribution (E,).
+            expert_bias: selection bias used in this step (E,), or None.
+            rerouted: assignments that the bias changed, or None.
+            dropped: assignments dropped by capacity per expert (E,), or None.
+            invalid: rows that could not be routed.
+            router_entropy: mean over tokens of H / ln E.
+            aux_loss: normalised, uniform = 1; None when there is none.
+            z_loss: mean squared logsumexp; None when there is none.
+
+        Raises:
+            ValueError: arrays of different lengths, an E other than the router's, a load that is not whole and
+                at least 0, unknown phase, or the run is closed.
+        """
+        row = buffers.layer_stats_row(
+            buffers.key(step, phase),
+            layer=layer,
+            router=router,
+            tokens=tokens,
+            vectors={
+                "load": load,
+                "gate_mass": gate_mass,
+                "mean_prob": mean_prob,
+                "expert_bias": expert_bias,
+                "dropped": dropped,
+            },
+            num_experts=self._experts.get(router),
+            scalars={
+                "rerouted": rerouted,
+                "invalid": invalid,
+                "router_entropy": router_entropy,
+                "aux_loss": aux_loss,
+                "z_loss": z_loss,
+            },
+        )
+        self._add("layer_stats", step, row, 1)
+        self._experts.setdefault(router, len(row["load"]))
+
+    def log_decisions(
+        self,
+        step: int,
+        *,
+        phase: str = "train",
+        layer: int,
+        router: int,
+        experts_TK: np.ndarray,
+        weights_TK: np.ndarray,
+        kept_TK: np.ndarray | None = None,
+        tokens_T: np.ndarray | None = None,
+    ) -> None:
+        """Record every token's choice in one router and step. Arrays are copied.
+
+        Args:
+            step: optimizer step, at least 0.
+            phase: train, probe, eval or generate.
+            layer: index in the whole model, dense layers counted.
+            router: the router's own number.
+            experts_TK: expert ids, best first; -1 = no choice made.
+            weights_TK: gate values; rounded to 10 mantissa bits unless `full_weights`.
+            kept_TK: False where capacity dropped the assignment; None = nothing could be dropped.
+            tokens_T: token numbers, unique within step and phase; None = 0 to T-1.
+
+        Raises:
+            ValueError: shapes that do not fit, ids outside [-1, E), unknown phase, or the run is closed.
+        """
+        rows = buffers.decision_rows(
+            buffers.key(step, phase),
+            layer=layer,
+            router=router,
+            experts_TK=experts_TK,
+            weights_TK=weights_TK,
+            kept_TK=kept_TK,
+            tokens_T=tokens_T,
+            num_experts=self._experts.get(router),
+            full_weights=self._full_weights,
+        )
+        self._add("decisions", step, rows, rows.num_rows)
+
+    def log_tokens(
+        self,
+        step: int,
+        *,
+        phase: str = "train",
+        sequence_T: np.ndarray,
+        position_T: np.ndarray,
+        token_id_T: np.ndarray | None = None,
+        text_T: Sequence[str | None] | None = None,
+        domain_T: Sequence[str | None] | None = None,
+        tokens_T: np.ndarray | None = None,
+    ) -> None:
+        """Record which tokens a step's decisions are about.
+
+        Args:
+            step: optimizer step, at least 0.
+            phase: train, probe, eval or generate.
+            sequence_T: number of the token's sequence in the batch.
+            position_T: position in the sequence.
+            token_id_T: vocabulary id, or None.
+            text_T: the token's text, or None.
+            domain_T: the domain's name, or None.
+            tokens_T: token numbers as in `log_decisions`; None = 0 to T-1.
+
+        Raises:
+            ValueError: columns of different lengths, unknown phase, or the run is closed.
+        """
+        rows = buffers.token_rows(
+            buffers.key(step, phase),
+            sequence_T=sequence_T,
+            position_T=position_T,
+            token_id_T=token_id_T,
+            text_T=text_T,
+            domain_T=domain_T,
+            tokens_T=tokens_T,
+        )
+        self._add("tokens", step, rows, rows.num_rows)
+
+    def log_event(self, step: int, kind: str, message: str) -> None:
+        """Record that something happened (`non_finite`, `invalid_rows`, `recorder_error`, ...) at a step."""
+        row = {"step": buffers.key(step, "train")["step"], "kind": str(kind), "message": str(message)}
+        self._add("events", None, row, 1)
+        if time.monotonic() - self._flushed_at >= self._flush_seconds:
+            self.flush()
+
+    def update_manifest(self, **changes: Any) -> None:
+        """Replace values of `run.json`, atomically.
+
+        Raises:
+            ValueError: a key that identifies the run, a rank above 0, an unknown status, or the run is closed.
+        """
+        self._check_open()
+        if self.rank:
+            raise ValueError(f"only rank 0 writes run.json, this is rank {self.rank}")
+        fixed = sorted(set(changes) & set(_FIXED_KEYS))
+        if fixed:
+            raise ValueError(f"{', '.join(fixed)} cannot be changed; fixed are {', '.join(_FIXED_KEYS)}")
+        if changes.get("status", "running") not in STATUSES:
+            raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {changes['status']!r}")
+        self._manifest |= plain(changes)
+        self._experts |= buffers.experts_by_router(self._manifest)
+        self._beat()
+
+    def flush(self) -> None:
+        """Write every buffered row as part files and refresh the heartbeat and `last_step`."""
+        self._check_open()
+        for table in _FLUSH_ORDER:
+            if self._rows[table]:
+                rows = buffers.assemble(table, self._rows[table], rank=self.rank, segment=self.segment)
+                write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
+                self._sequence[table] += 1
+                self._num_rows -= rows.num_rows
+                self._rows[table] = []
+        self._steps_since_flush = 0
+        self._buffered_step = None
+        self._flushed_at = time.monotonic()
+        self._beat()
+
+    def finalize(
+        self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None
+    ) -> None:
+        """Flush, compact each table into few parts, then set the status. A second call does nothing.
+
+        Args:
+            status: finished, cancelled or failed.
+            error: one line for a failed run.
+
+        Raises:
+            ValueError: another status.
+            OSError: the rows could not be written; the status is then failed, if that can be.
+        """
+        if status not in STATUSES[1:]:
+            raise ValueError(f"status must be one of {', '.join(STATUSES[1:])}, got {status!r}")
+        if self._closed:
+            return
+        try:
+            if self._resumed_pending:
+                self._log_resumed(self._manifest["last_step"] or 0)
+            self.flush()
+            for table in TABLES:
+                compact_table(self.path / table, table, self.rank)
+        except OSError as problem:
+            self._close("failed", error or f"could not write: {problem}")
+            raise
+        self._close(status, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finalize("finished")
+            return
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                self.finalize("cancelled")
+            else:
+                first_line = next(iter(str(error).splitlines()), "")
+                self.finalize("failed", error=f"{type(error).__name__}: {first_line}".removesuffix(": "))
+        except Exception as problem:
+            error.add_note(f"closing the run failed too: {problem}")
+
+    def _create(self, given: dict[str, Any]) -> dict[str, Any]:
+        if self.path.exists() and not self.path.is_dir():
+            raise RunExistsError(f"{self.path} is a file, not a folder for a run")
+        self.path.mkdir(parents=True, exist_ok=True)
+        if (self.path / MANIFEST_NAME).exists():
+            raise RunExistsError(f"{self.path} already holds a run; resume it or choose another folder")
+        if any(list_parts(self.path / table) for table in TABLES):
+            raise RunExistsError(f"{self.path} already holds part files of a run; choose another folder")
+        moment = now()
+        recorded = {"weights": "full" if self._full_weights else "rounded"}
+        defaults: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "run_id": self.path.resolve().name,
+            "name": None,
+            "created_at": moment,
+            "source": "RunWriter",
+            "world_size": 1,
+            "seed": None,
+            "config": {},
+            "domains": [],
+            "model": {"name": None, "layers": []},
+        }
+        manifest = defaults | given
+        manifest["name"] = manifest["name"] or manifest["run_id"]
+        manifest["versions"] = library_versions() | (given.get("versions") or {})
+        manifest["recorded"] = (given.get("recorded") or {}) | recorded
+        manifest |= {
+            "format_version": FORMAT_VERSION,
+            "heartbeat_at": moment,
+            "status": "running",
+            "error": None,
+            "last_step": None,
+            "segment": 0,
+            "process": this_process(),
+        }
+        create_manifest(self.path, manifest)
+        return manifest
+
+    def _join(self, given: dict[str, Any], resume: bool) -> dict[str, Any]:
+        if self.rank:
+            manifest = read_manifest(self.path)
+            mine = any(part_rank(name) == self.rank for table in TABLES for name in list_parts(self.path / table))
+            if mine and not resume:
+                raise RunExistsError(f"{self.path} already holds parts of rank {self.rank}")
+        else:
+            manifest = self._resume(given)
+        for table in TABLES:
+            remove_leftovers(self.path / table, self.rank)
+        return manifest
+
+    def _resume(self, given: dict[str, Any]) -> dict[str, Any]:
+        with folder_lock(self.path) if self.path.is_dir() else contextlib.nullcontext():
+            manifest = read_manifest(self.path)
+            process = manifest.get("process")
+            this = this_process()
+            foreign = not isinstance(process, dict) or process.get("pid") != this["pid"]
+            if manifest.get("status") == "running" and foreign and process_alive(process):
+                raise RunExistsError(f"{self.path} is still being written by process {process['pid']}")
+            manifest |= {key: value for key, value in given.items() if key not in _FIXED_KEYS}
+            manifest["versions"] = (manifest.get("versions") or {}) | library_versions()
+            manifest |= {
+                "heartbeat_at": now(),
+                "status": "running",
+                "error": None,
+                "last_step": manifest.get("last_step"),
+                "segment": int(manifest.get("segment") or 0) + 1,
+                "process": this,
+            }
+            replace_manifest(self.path, manifest)
+        return manifest
+
+    def _add(self, table: str, step: int | None, rows: pa.Table | dict[str, Any], count: int) -> None:
+        """Buffer rows; `step` is None for events, which do not tell how far the run is."""
+        self._check_open()
+        if not count:
+            return
+        if self._resumed_pending and step is not None:
+            self._log_resumed(step)
+        elapsed = time.monotonic() - self._flushed_at
+        next_step = step is not None and self._buffered_step not in (None, step)
+        if self._num_rows and elapsed >= self._flush_seconds and next_step:
+            self.flush()
+        self._rows[table].append(rows)
+        self._num_rows += count
+        if step is not None:
+            self._buffered_step = self._manifest["last_step"] = int(step)
+        elapsed = time.monotonic() - self._flushed_at
+        if self._num_rows >= self._flush_rows or elapsed >= 2 * self._flush_seconds:
+            self.flush()
+        elif time.monotonic() - self._beat_at >= self._flush_seconds:
+            self._beat()
+
+    def _log_resumed(self, step: int) -> None:
+        self._resumed_pending = False
+        message = f"segment {self.segment} starts at step {step}"
+        row = {"step": int(step), "kind": "resumed", "message": message}
+        self._rows["events"].append(row)
+        self._num_rows += 1
+
+    def _beat(self) -> None:
+        self._beat_at = time.monotonic()
+        if self.rank == 0:
+            self._manifest["heartbeat_at"] = now()
+            replace_manifest(self.path, self._manifest)
+
+    def _close(self, status: str, error: str | None) -> None:
+        self._manifest |= {"status": status, "error": error}
+        self._closed = True
+        self._beat()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the run at {self.path} is closed ({self._manifest['status']})")
+
+
+__all__ = ["RunExistsError", "RunWriter"]
