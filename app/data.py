@@ -20,6 +20,7 @@ import pyarrow as pa
 import streamlit as st
 
 from app import folders
+from app.figures.inputs import LoadSeries
 from moe_core import metrics
 from recorder.reader import Run, RunInfo, list_runs
 from recorder.summary import run_row
@@ -50,10 +51,10 @@ class Listed:
 class LayerStats:
     """`layer_stats` of one layer as arrays over the recorded steps, ascending. Not writable.
 
-    load_SE, dropped_SE int64; gate_mass_SE, mean_prob_SE float64, NaN where not recorded; expert_bias_SE
-    float64, the bias used in that step, None where there never was one. The rest (S,) float64, NaN where not
-    recorded: tokens routed, assignments the bias changed, invalid rows, router entropy (0 to 1), normalised
-    aux loss (uniform = 1), z-loss.
+    load_SE, dropped_SE int64 (float64 only where a foreign writer recorded fractions); gate_mass_SE, mean_prob_SE
+    float64, NaN where not recorded; expert_bias_SE float64, the bias used in that step, None where there never was
+    one. The rest (S,) float64, NaN where not recorded: tokens routed, assignments the bias changed, invalid rows,
+    router entropy (0 to 1), normalised aux loss (uniform = 1), z-loss.
     """
 
     layer: int
@@ -147,14 +148,15 @@ def open_run(path: Path) -> tuple[Run | None, str | None]:
         try:
             run = _run(path, _identity(path))
             run.refresh()
+            _check_manifest(run.manifest)
         except (OSError, ValueError) as error:
-            return None, str(error)
+            return None, " ".join(str(error).split())
         return run, None
 
 
 def steps(run: Run, phase: str | None = "train") -> pd.DataFrame:
     """`run.steps(phase)`; all phases with None. Cached."""
-    return _frame(run.path, run.fingerprint, "steps", (phase,), lambda: run.steps(phase))
+    return _frame(*_key(run), "steps", (phase,), lambda: run.steps(phase))
 
 
 def phases(run: Run) -> list[str]:
@@ -170,15 +172,27 @@ def layer_stats(run: Run, layer: int, phase: str = "train") -> LayerStats:
     Of a layer with several routers the first one is read. Raises ValueError for a layer that is no MoE layer
     of this run.
     """
-    return _layer_stats(run.path, run.fingerprint, layer, phase, run)
+    return _layer_stats(*_key(run), layer, phase, run)
+
+
+def load_series(run: Run, layer: int, phase: str = "train") -> LoadSeries:
+    """The load of one layer as the figures take it."""
+    stats = layer_stats(run, layer, phase)
+    return LoadSeries(
+        run=run.name,
+        layer=layer,
+        steps_S=stats.steps_S,
+        load_SE=stats.load_SE,
+        top_k=stats.top_k,
+        restarts=restarts(run) if phase == "train" else (),
+    )
 
 
 def decisions(run: Run, step: int, layer: int, phase: str = "train") -> pd.DataFrame:
     """`run.decisions` of one step and layer: empty where that step has none. Cached."""
-    router = _layer(run, layer)["router"]
+    router = _layer(run, layer).get("router")
     return _frame(
-        run.path,
-        run.fingerprint,
+        *_key(run),
         "decisions",
         (step, layer, phase),
         lambda: run.decisions(step, layer, phase, router=router),
@@ -187,24 +201,23 @@ def decisions(run: Run, step: int, layer: int, phase: str = "train") -> pd.DataF
 
 def tokens(run: Run, step: int, phase: str = "train") -> pd.DataFrame:
     """`run.tokens` of one step: empty where that step has none. Cached."""
-    return _frame(run.path, run.fingerprint, "tokens", (step, phase), lambda: run.tokens(step, phase))
+    return _frame(*_key(run), "tokens", (step, phase), lambda: run.tokens(step, phase))
 
 
 def decision_steps(run: Run, phase: str = "train") -> np.ndarray:
     """The steps (ascending, int64) of a phase whose single decisions were recorded. Cached."""
-    return _decision_steps(run.path, run.fingerprint, phase, run)
+    return _decision_steps(*_key(run), phase, run)
 
 
 def events(run: Run) -> pd.DataFrame:
     """`run.events()`. Cached."""
-    return _frame(run.path, run.fingerprint, "events", (), run.events)
+    return _frame(*_key(run), "events", (), run.events)
 
 
 def restarts(run: Run) -> list[int]:
-    """First recorded train step of every segment after the first: where a resumed run started again."""
-    frame = steps(run)
-    first = frame.groupby("segment")["step"].min()
-    return [int(step) for segment, step in first.items() if int(segment) > 0]
+    """First recorded step of every segment after the first: where a resumed run started again."""
+    with _lock(run.path):
+        return [part.first_step for part in run.segments if part.segment > 0]
 
 
 # ------------------------------------------------------------------------------------------------------- caches
@@ -228,7 +241,7 @@ def _run(path: Path, identity: Hashable) -> Run:
 @st.cache_resource(max_entries=1000, show_spinner=False)
 def _row(path: Path, stamp: Hashable) -> dict[str, Any]:
     run, error = open_run(path)
-    line = {"run_id": path.name, "name": path.name, "path": str(path), "status": "unreadable"}
+    line: dict[str, Any] = {"run_id": path.name, "name": path.name, "path": str(path), "status": "unreadable"}
     line |= dict.fromkeys(
         ("balancer", "num_experts", "top_k", "last_step", "loss", "max_violation", "dead_experts", "idle_experts")
     )
@@ -243,35 +256,39 @@ def _row(path: Path, stamp: Hashable) -> dict[str, Any]:
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _frame(path: Path, fingerprint: Hashable, table: str, key: tuple[Any, ...], _read: Callable[[], T]) -> T:
+def _frame(path: Path, fingerprint: int, table: str, key: tuple[Any, ...], _read: Callable[[], T]) -> T:
     with _lock(path):
         return _read()
 
 
 @st.cache_resource(max_entries=64, show_spinner=False)
-def _decision_steps(path: Path, fingerprint: Hashable, phase: str, _run: Run) -> np.ndarray:
+def _decision_steps(path: Path, fingerprint: int, phase: str, _run: Run) -> np.ndarray:
     with _lock(path):
         return _frozen(np.asarray(_run.decision_steps(phase), dtype=np.int64))
 
 
 @st.cache_resource(max_entries=128, show_spinner=False)
-def _layer_stats(path: Path, fingerprint: Hashable, layer: int, phase: str, _run: Run) -> LayerStats:
+def _layer_stats(path: Path, fingerprint: int, layer: int, phase: str, _run: Run) -> LayerStats:
     description = _layer(_run, layer)
     with _lock(path):
-        frame = _run.layer_stats(layer, phase, router=description["router"])
-    num_experts = int(description["num_experts"])
+        frame = _run.layer_stats(layer, phase, router=description.get("router"))
+    num_experts = description.get("num_experts") or max((len(load) for load in frame["load"].dropna()), default=0)
+    tokens_S = _column(frame, "tokens")
+    load_SE = _counts(_matrix(frame["load"], num_experts))
+    # A foreign writer may leave k out; the loads tell it.
+    top_k = description.get("top_k") or round(load_SE.sum() / max(np.nansum(tokens_S), 1)) or 1
     bias_SE = _matrix(frame["expert_bias"], num_experts)
     return LayerStats(
         layer=layer,
         phase=phase,
-        top_k=int(description["top_k"]),
+        top_k=top_k,
         steps_S=_frozen(frame["step"].to_numpy(dtype=np.int64)),
-        load_SE=_frozen(np.nan_to_num(_matrix(frame["load"], num_experts)).astype(np.int64)),
+        load_SE=load_SE,
         gate_mass_SE=_frozen(_matrix(frame["gate_mass"], num_experts)),
         mean_prob_SE=_frozen(_matrix(frame["mean_prob"], num_experts)),
-        dropped_SE=_frozen(np.nan_to_num(_matrix(frame["dropped"], num_experts)).astype(np.int64)),
+        dropped_SE=_counts(_matrix(frame["dropped"], num_experts)),
         expert_bias_SE=None if np.isnan(bias_SE).all() else _frozen(bias_SE),
-        tokens_S=_column(frame, "tokens"),
+        tokens_S=tokens_S,
         rerouted_S=_column(frame, "rerouted"),
         invalid_S=_column(frame, "invalid"),
         router_entropy_S=_column(frame, "router_entropy"),
@@ -304,6 +321,21 @@ def _spark(steps_S: np.ndarray, values_S: np.ndarray) -> list[float]:
     return [float(value) for value in values]
 
 
+def _check_manifest(manifest: dict[str, Any]) -> None:
+    """Raise ValueError where a manifest of another writer has not the shape that the pages lean on."""
+    model = manifest.get("model") or {}
+    layers = model.get("layers") or [] if isinstance(model, dict) else None
+    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
+        raise ValueError("its run.json does not list the model's layers as objects")
+    for layer in layers:
+        numbers = {name: layer.get(name) for name in ("index", "router", "num_experts", "top_k")}
+        wrong = [name for name, value in numbers.items() if not isinstance(value, int | None)]
+        if wrong or numbers["index"] is None:
+            raise ValueError(f"its run.json describes a layer without a whole number for {(wrong or ['index'])[0]}")
+    if not isinstance(manifest.get("config") or {}, dict):
+        raise ValueError("its run.json holds no config object")
+
+
 def _layer(run: Run, index: int) -> dict[str, Any]:
     for layer in run.moe_layers:
         if int(layer["index"]) == index:
@@ -324,6 +356,12 @@ def _matrix(column: pd.Series, num_experts: int) -> np.ndarray:
     return matrix_SE
 
 
+def _counts(matrix_SE: np.ndarray) -> np.ndarray:
+    counts_SE = np.nan_to_num(matrix_SE)
+    whole_SE = counts_SE.astype(np.int64)
+    return _frozen(whole_SE if np.array_equal(whole_SE, counts_SE) else counts_SE)
+
+
 def _column(frame: pd.DataFrame, name: str) -> np.ndarray:
     return _frozen(frame[name].to_numpy(dtype=np.float64, na_value=np.nan))
 
@@ -332,6 +370,11 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     array = np.array(array)
     array.flags.writeable = False
     return array
+
+
+def _key(run: Run) -> tuple[Path, int]:
+    # Not the fingerprint itself: Streamlit would walk through every part file of it at every call.
+    return run.path, hash(run.fingerprint)
 
 
 def _identity(path: Path) -> Hashable:

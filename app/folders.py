@@ -79,9 +79,7 @@ def references(paths: Sequence[Path], folders: Sequence[Folder]) -> dict[str, Pa
     label_of = {folder.path: folder.label for folder in folders}
     known = [path for path in paths if path.parent in label_of]
     count = Counter(path.name for path in known)
-    return {
-        path.name if count[path.name] == 1 else f"{label_of[path.parent]}/{path.name}": path for path in known
-    }
+    return {path.name if count[path.name] == 1 else f"{label_of[path.parent]}/{path.name}": path for path in known}
 
 
 def resolve(reference: str, known: Mapping[str, Path]) -> str | None:

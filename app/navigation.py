@@ -64,20 +64,30 @@ VIEWS = (
 
 
 def pages() -> list[Any]:
-    """The `st.Page` of every view, in order; the first is served at the root."""
+    """The `st.Page` of every view, in order, and after them one that serves the first view at the root."""
     # No icon here: Streamlit would turn it into a favicon fetched from another host. The links carry it.
-    return [st.Page(view, title=view.title, url_path=view.name, help=view.help) for view in VIEWS]
+    first = VIEWS[0]
+    # A default page gives up its own url_path, so the root is a page apart and /runs keeps working.
+    return [
+        *(st.Page(view, title=view.title, url_path=view.name, help=view.help) for view in VIEWS),
+        st.Page(first, title=first.title, url_path="home", default=True, visibility="hidden"),
+    ]
 
 
-def links(pages: list[Any]) -> None:
+def name_of(page: Any) -> str:
+    """The name of the view that a page shows."""
+    return page.url_path or VIEWS[0].name
+
+
+def links(pages: list[Any], current: Any) -> None:
     """Draw the menu. Each link carries what is chosen, so that it also opens in a new tab as it is here."""
-    for view, page in zip(VIEWS, pages, strict=True):
-        st.page_link(page, icon=view.icon, query_params=state.url_parameters())
+    for view, page in zip(VIEWS, pages, strict=False):
+        target = current if name_of(current) == view.name else page
+        st.page_link(target, icon=view.icon, query_params=state.url_parameters())
 
 
 def go(name: str, **choices: Any) -> NoReturn:
     """Go to the page `name` after choosing, e.g. `go("replay", layer=3, step=57)`. Ends the script's run."""
     state.choose(**choices)
-    page = next(page for view, page in zip(VIEWS, pages(), strict=True) if view.name == name)
-    st.switch_page(page, query_params=state.url_parameters())
-    raise AssertionError("st.switch_page came back")
+    target = next(page for page in pages() if page.url_path == name)
+    st.switch_page(target, query_params=state.url_parameters())

@@ -65,7 +65,7 @@ def _buttons(steps_S: np.ndarray) -> None:
     playing = bool(st.session_state.get("playing"))
     here = _here(steps_S)
     st.button(
-        "Previous step",
+        "Previous",
         key="step_back",
         icon=":material/skip_previous:",
         help="One recorded step back",
@@ -83,7 +83,7 @@ def _buttons(steps_S: np.ndarray) -> None:
     ):
         st.rerun()  # the clock of a fragment is set where the whole page runs
     st.button(
-        "Next step",
+        "Next",
         key="step_forward",
         icon=":material/skip_next:",
         help="One recorded step forward",

@@ -76,6 +76,12 @@ def wanted(name: str) -> str | None:
     return values[-1] if values else None
 
 
+def current(name: str) -> str | None:
+    """The value of `name` that is shown on this page, else the chosen one, as text; None where there is none."""
+    values = st.session_state.get(_SHOWN, {}).get(name) or _wanted().get(name)
+    return values[-1] if values else None
+
+
 def wanted_list(name: str) -> list[str]:
     """All chosen values of a choice of several, as text."""
     return list(_wanted().get(name, []))
@@ -89,6 +95,7 @@ def choose(**choices: Any) -> None:
     """
     for name, value in choices.items():
         _check(name)
+        st.session_state.get(_SHOWN, {}).pop(name, None)  # fitted to what was wanted until now
         if value is None:
             _wanted().pop(name, None)
         else:
@@ -104,6 +111,7 @@ def pick_option(
     default: T | None = None,
     format_func: Callable[[Any], str] = str,
     help: str | None = None,
+    as_list: bool = False,
 ) -> T:
     """Draw a choice of one of `options` and return it: buttons for a few, a drop-down list for many.
 
@@ -111,6 +119,7 @@ def pick_option(
 
     name     one of NAMES: the URL parameter and the widget's key
     default  the option shown where nothing (or nonsense) was chosen; the first by default
+    as_list  always draw, and always a drop-down list
     Raises ValueError where there are no options.
     """
     _check(name)
@@ -120,7 +129,7 @@ def pick_option(
     fallback = options[0] if default is None else default
     value = by_text.get(wanted(name) or "", fallback)
     _show(name, value)
-    if len(options) == 1:
+    if len(options) == 1 and not as_list:
         return value
     _fill(name, value, tuple(options))
     common: dict[str, Any] = {
@@ -130,7 +139,7 @@ def pick_option(
         "on_change": _store,
         "args": (name,),
     }
-    if len(options) <= MAX_BUTTONS:
+    if len(options) <= MAX_BUTTONS and not as_list:
         chosen = st.segmented_control(label, list(options), required=True, **common)
     else:
         chosen = st.selectbox(label, list(options), **common)
@@ -179,9 +188,7 @@ def pick_layer(run: Any, *, label: str = "MoE layer") -> int:
     return pick_option("layer", label, layers)
 
 
-def pick_step(
-    steps: Iterable[int], *, label: str = "Step", default: int | None = None, help: str | None = None
-) -> int:
+def pick_step(steps: Iterable[int], *, label: str = "Step", default: int | None = None, help: str | None = None) -> int:
     """Draw a slider over the recorded `steps` and return the one chosen, always one of them.
 
     One step alone draws nothing and is returned. A wanted step that was not recorded means the nearest one
@@ -213,9 +220,7 @@ def pick_step(
                 args=("step",),
             )
         )
-    return int(
-        st.select_slider(label, steps_S.tolist(), key="step", help=help, on_change=_store, args=("step",))
-    )
+    return int(st.select_slider(label, steps_S.tolist(), key="step", help=help, on_change=_store, args=("step",)))
 
 
 def pick_sequence(sequences: Iterable[int], *, label: str = "Sequence") -> int:

@@ -41,6 +41,7 @@ class TopKRouter(nn.Module):
     routed_scaling_factor: multiplies the weights, once, here.
     noise_std: standard deviation of normal noise on the logits, in training only. Selection and weights see it;
         `Routing.logits_TE`, and with it aux loss and z-loss, do not.
+    init_std: standard deviation of the router's first weights. The smaller, the more even the first probabilities.
 
     Logits are computed in float32 from float32 copies of activations and weights, also under autocast. The
     selection bias moves the choice only: weights are gathered from the unbiased scores. Equal scores go to the
@@ -60,6 +61,7 @@ class TopKRouter(nn.Module):
         renormalize: bool | None = None,
         routed_scaling_factor: float = 1.0,
         noise_std: float = 0.0,
+        init_std: float = 0.02,
     ) -> None:
         super().__init__()
         check_top_k(top_k, num_experts)
@@ -79,13 +81,13 @@ class TopKRouter(nn.Module):
         self.softmax_after_top_k = softmax_after_top_k
         self.renormalize = (top_k > 1) if renormalize is None else renormalize
         self.routed_scaling_factor = routed_scaling_factor
-        self.noise_std = noise_std
+        self.noise_std, self.init_std = noise_std, init_std
         self.weight = nn.Parameter(torch.empty(num_experts, d_model))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of standard deviation 1 / sqrt(D): logits of unit scale for normalised inputs."""
-        nn.init.normal_(self.weight, std=self.d_model**-0.5)
+        """Draw the weights anew, normal with standard deviation `init_std`."""
+        nn.init.normal_(self.weight, std=self.init_std)
 
     def forward(self, x_TD: Tensor, expert_bias: Tensor | None = None, token_mask: Tensor | None = None) -> Routing:
         """Route x_TD (T, D), with a selection bias (E,) and a token mask (T,), True = a real token."""

@@ -48,6 +48,7 @@ class MoETransformerConfig:
     renormalize: bool | None = None
     routed_scaling_factor: float = 1.0
     noise_std: float = 0.0
+    router_init_std: float = 0.02
     balancer: str = "none"
     aux_coef: float = 1e-2
     z_coef: float = 1e-3
@@ -147,6 +148,7 @@ class Block(nn.Module):
             renormalize=c.renormalize,
             routed_scaling_factor=c.routed_scaling_factor,
             noise_std=c.noise_std,
+            init_std=c.router_init_std,
         )
         self.mlp = MoELayer(
             c.d_model,
@@ -196,7 +198,6 @@ class MoETransformer(nn.Module):
         self.layers = nn.ModuleList(Block(config, i in moe_layers) for i in range(config.num_layers))
         self.norm = nn.RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)
 
     def forward(

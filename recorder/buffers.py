@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recorder.schema import PHASES, SCHEMAS, conform, id_type, round_weights, unify_fields
+from recorder.schema import PHASES, SCHEMAS, conform, id_type, round_weights, unify_schema
 
 
 def key(step: int, phase: str) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def assemble(table: str, rows: list[pa.Table | dict[str, Any]], *, rank: int, se
             pa.array([row.get(name) for row in single], schema.field(name).type, from_pandas=False) for name in names
         ]
         pieces.append(pa.table(arrays, names=names))
-    fields = unify_fields(table, [piece.schema for piece in pieces])
-    whole = pa.concat_tables([conform(piece, fields) for piece in pieces])
+    schema = unify_schema(table, [piece.schema for piece in pieces])
+    whole = pa.concat_tables([conform(piece, schema) for piece in pieces])
     for name, value in (("rank", rank), ("segment", segment)):
         column = pa.repeat(pa.scalar(value, pa.int32()), whole.num_rows)
         whole = whole.set_column(whole.schema.get_field_index(name), name, column)

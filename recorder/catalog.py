@@ -10,11 +10,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recorder.parts import Footer, PartFile, list_parts, part_rank, read_footer
-from recorder.schema import conform, part_problem, unify_fields
+from recorder.schema import conform, only, part_problem, unify_schema
 
 #: Columns that an older writer may lack or leave null, and what that means.
 _DEFAULTS = {"phase": "train", "rank": 0, "segment": 0}
 _ATTEMPTS = 100
+_THREADS_FROM_BYTES = 1 << 20
 
 Result = TypeVar("Result")
 
@@ -45,11 +46,11 @@ class TableReader:
         self.files: dict[str, PartFile] = {}
         self._footers: dict[PartFile, Footer] = {}
         self._bad: dict[PartFile, str] = {}
-        self._rows: dict[PartFile, pa.Table] = {}
         self._ranges: dict[tuple[PartFile, bool], list[KeyRange]] = {}
         self._live: list[PartFile] | None = None
-        self._fields: dict[str, pa.DataType] = {}
+        self._schema = unify_schema(table, [])
         self._whole: pa.Table | None = None
+        self._joined: tuple[list[PartFile], pa.Table] = ([], self._schema.empty_table())
         self.relist()
 
     def relist(self) -> bool:
@@ -61,7 +62,6 @@ class TableReader:
         known = set(files.values())
         self._footers = {file: footer for file, footer in self._footers.items() if file in known}
         self._bad = {file: reason for file, reason in self._bad.items() if file in known}
-        self._rows = {file: rows for file, rows in self._rows.items() if file in known}
         self._ranges = {place: ranges for place, ranges in self._ranges.items() if place[0] in known}
         self._live = self._whole = None
         return True
@@ -110,8 +110,8 @@ class TableReader:
         return self._repeat(lambda: self._key_ranges(exact))
 
     def ranks(self) -> set[int]:
-        """The ranks that wrote parts; a part with a name not ours counts as rank 0."""
-        return {part_rank(file.name) or 0 for file, _ in self.live()}
+        """The ranks that wrote parts, by their names; a part with a name not ours counts as rank 0."""
+        return {part_rank(name) or 0 for name in self.files}
 
     def _key_ranges(self, exact: bool) -> list[KeyRange]:
         found: list[KeyRange] = []
@@ -134,8 +134,8 @@ class TableReader:
         unsettled = np.flatnonzero(~settled).tolist()
         if unsettled:
             names = ["step", "phase", "segment"]
-            fields = {name: self._fields[name] for name in names}
-            rows = self._complete(fields, [conform(self._read(file, unsettled, names), fields)])
+            schema = only(self._schema, names)
+            rows = _filled(conform(self._read(file, unsettled, names), schema))
             keys = ["phase", "segment", *(["step"] if exact else [])]
             extremes = rows.group_by(keys).aggregate([("step", "min"), ("step", "max")]).to_pylist()
             ranges += [
@@ -177,14 +177,14 @@ class TableReader:
         replaced = frozenset[str]().union(*(self._footers[file].replaces for file in good))
         live: list[PartFile] = []
         schemas: list[pa.Schema] = []
-        fields = unify_fields(self.table, [])
+        whole_schema = unify_schema(self.table, [])
         for file in good:
             if file.name in replaced:
                 continue
             schema = self._footers[file].schema
             if schema not in schemas:
                 try:
-                    fields = unify_fields(self.table, [*schemas, schema])
+                    whole_schema = unify_schema(self.table, [*schemas, schema])
                 except TypeError as error:
                     self._bad[file] = f"columns do not go with the other parts: {error}"
                     continue
@@ -192,26 +192,28 @@ class TableReader:
             live.append(file)
         # A bad part that a compaction replaced is no loss: do not report it.
         self._bad = {file: reason for file, reason in self._bad.items() if file.name not in replaced}
-        self._live, self._fields = live, fields
+        self._live, self._schema = live, whole_schema
 
     def _read_whole(self) -> pa.Table:
-        pieces = []
-        for file, _ in self.live():
-            if file not in self._rows:
-                self._rows[file] = self._read(file, None, None)
-            pieces.append(conform(self._rows[file], self._fields))
-        return self._complete(self._fields, pieces)
+        live = [file for file, _ in self.live()]
+        joined, rows = self._joined
+        if live[: len(joined)] != joined:  # some were replaced
+            joined, rows = [], self._schema.empty_table()
+        pieces = [self._read(file, None, None) for file in live[len(joined) :]]
+        rows = pa.concat_tables([conform(piece, self._schema) for piece in (rows, *pieces)]).combine_chunks()
+        self._joined = (live, rows)
+        return _filled(rows)
 
     def _scan(self, columns: list[str] | None, phase: str | None, equals: dict[str, int | None]) -> pa.Table:
         filtered = phase is not None or any(value is not None for value in equals.values())
-        pieces = []
         live = self.live()
-        fields = {name: kind for name, kind in self._fields.items() if columns is None or name in columns}
+        schema = only(self._schema, columns)
+        pieces = [schema.empty_table()]
         for file, footer in live:
             groups = footer.groups.select(phase=phase, **equals) if filtered else None
             if groups is None or groups:
-                pieces.append(conform(self._read(file, groups, columns), fields))
-        rows = self._complete(fields, pieces)
+                pieces.append(conform(self._read(file, groups, columns), schema))
+        rows = _filled(pa.concat_tables(pieces))
         mask: Any = None
         for name, value in {"phase": phase, **equals}.items():
             if value is not None:
@@ -226,25 +228,28 @@ class TableReader:
             with pq.ParquetFile(self.folder / file.name, metadata=footer.metadata) as part:
                 if columns is not None:
                     columns = [name for name in columns if name in footer.schema.names]
-                return part.read(columns) if groups is None else part.read_row_groups(groups, columns)
+                threads = file.size > _THREADS_FROM_BYTES
+                if groups is None:
+                    return part.read(columns, use_threads=threads)
+                return part.read_row_groups(groups, columns, use_threads=threads)
         except FileNotFoundError:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
             self._bad[file] = _first_line(error)
             raise _PartIsBadError from None
 
-    def _complete(self, fields: dict[str, pa.DataType], pieces: list[pa.Table]) -> pa.Table:
-        schema = pa.schema(list(fields.items()))
-        rows = pa.concat_tables(pieces) if pieces else schema.empty_table()
-        for name, default in _DEFAULTS.items():
-            if name in fields and rows[name].null_count:
-                filled = pc.fill_null(rows[name], pa.scalar(default, fields[name]))
-                rows = rows.set_column(rows.schema.get_field_index(name), name, filled)
-        return rows
-
 
 class _PartIsBadError(Exception):
     """A part turned out to be damaged past its footer; it is noted, the read starts again without it."""
+
+
+def _filled(rows: pa.Table) -> pa.Table:
+    """Rows with defaults in place of nulls where an older writer gave no phase, rank or segment."""
+    for name, default in _DEFAULTS.items():
+        if name in rows.column_names and rows[name].null_count:
+            filled = pc.fill_null(rows[name], pa.scalar(default, rows.schema.field(name).type))
+            rows = rows.set_column(rows.schema.get_field_index(name), name, filled)
+    return rows
 
 
 def _first_line(error: BaseException) -> str:

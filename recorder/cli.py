@@ -64,7 +64,7 @@ def _fail(message: str, code: int) -> None:
 Router = StrEnum("Router", [(name, name) for name in ROUTERS])  # type: ignore[misc]
 DispatcherName = StrEnum("DispatcherName", [(name, name) for name in DISPATCHERS])  # type: ignore[misc]
 DEFAULTS = ToyConfig()
-DEFAULT_ROUTER, DEFAULT_DISPATCHER = DEFAULT_ROUTER, DispatcherName(DEFAULTS.dispatcher)
+DEFAULT_ROUTER, DEFAULT_DISPATCHER = Router(DEFAULTS.router), DispatcherName(DEFAULTS.dispatcher)
 
 
 @cli.command()
@@ -78,9 +78,7 @@ def record(
     bias_rate: Annotated[float, typer.Option(help="Step of the sign bias.")] = DEFAULTS.bias_rate,
     noise_std: Annotated[float, typer.Option(help="Noise on the router logits in training.")] = DEFAULTS.noise_std,
     router: Annotated[Router, typer.Option(help="Score function of the router.")] = DEFAULT_ROUTER,
-    dispatcher: Annotated[DispatcherName, typer.Option(help="How tokens reach their experts.")] = DispatcherName(
-        DEFAULTS.dispatcher
-    ),
+    dispatcher: Annotated[DispatcherName, typer.Option(help="How tokens reach their experts.")] = DEFAULT_DISPATCHER,
     num_layers: Annotated[int, typer.Option(help="Layers, dense and MoE.")] = DEFAULTS.num_layers,
     moe_frequency: Annotated[int, typer.Option(help="Every n-th layer is MoE.")] = DEFAULTS.moe_frequency,
     d_model: Annotated[int, typer.Option(help="Model width.")] = DEFAULTS.d_model,

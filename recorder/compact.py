@@ -16,7 +16,7 @@ from recorder.parts import (
     remove_parts,
     write_part,
 )
-from recorder.schema import conform, part_problem, unify_fields
+from recorder.schema import conform, part_problem, unify_schema
 
 #: A compacted part is made of parts of at most this many bytes in memory (as Parquet pages) and rows together.
 MAX_BYTES = 256 << 20
@@ -50,8 +50,8 @@ def compact_table(folder: Path, table: str, rank: int, *, max_rows: int = MAX_RO
     live = {name: footer for name, footer in footers.items() if name not in replaced}
     sequence = next_sequence(folder, rank)
     for batch in _batches(live, max_rows):
-        fields = unify_fields(table, [live[name].schema for name in batch])
-        rows = pa.concat_tables([conform(_read(folder / name), fields) for name in batch])
+        schema = unify_schema(table, [live[name].schema for name in batch])
+        rows = pa.concat_tables([conform(_read(folder / name), schema) for name in batch])
         gone = frozenset(batch).union(*(live[name].replaces for name in batch))
         write_part(folder / part_name(rank, sequence), table, rows, replaces=gone)
         sequence += 1
@@ -61,7 +61,7 @@ def compact_table(folder: Path, table: str, rank: int, *, max_rows: int = MAX_RO
 def _read(path: Path) -> pa.Table:
     # The file itself, never a data set: path parts such as `run=007` are no columns.
     with pq.ParquetFile(path) as file:
-        return file.read()
+        return file.read(use_threads=path.stat().st_size > 1 << 20)
 
 
 def _batches(live: dict[str, Footer], max_rows: int) -> Iterable[list[str]]:

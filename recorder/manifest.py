@@ -54,7 +54,7 @@ def plain(value: Any) -> Any:
     Raises:
         TypeError: a value JSON has no form for, naming its type.
     """
-    if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, np.generic):
+    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, np.generic)):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None

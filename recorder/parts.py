@@ -167,7 +167,9 @@ def write_part(path: Path, table: str, rows: pa.Table, *, replaces: Iterable[str
     try:
         with temporary.open("wb") as target:
             # Statistics of the keys only: those of floats would hold NaN, and every one makes the footer longer.
-            with pq.ParquetWriter(target, rows.schema, compression="zstd", write_statistics=keys) as writer:
+            with pq.ParquetWriter(
+                target, rows.schema, compression="zstd", write_statistics=keys, **_encodings(rows.schema)
+            ) as writer:
                 for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
                     writer.write_table(rows.slice(start, stop - start), row_group_size=max(1, stop - start))
                 replaced = sorted(replaces)
@@ -221,6 +223,18 @@ def _scan(folder: Path) -> dict[str, PartFile]:
 def _place(name: str) -> tuple[int, int, str]:
     match = PART_NAME.fullmatch(name)
     return (int(match.group(1)), int(match.group(2)), name) if match else (0, -1, name)
+
+
+def _encodings(schema: pa.Schema) -> dict[str, list[str]]:
+    """Byte planes for lists of floats, dictionaries for the rest: a sixth less for rounded weights, and faster."""
+    leaves = {field.name: field.name for field in schema}
+    floats = []
+    for field in schema:
+        if pa.types.is_list(field.type) or pa.types.is_fixed_size_list(field.type):
+            leaves[field.name] = f"{field.name}.list.element"
+            if pa.types.is_floating(field.type.value_type):
+                floats.append(leaves.pop(field.name))
+    return {"use_dictionary": list(leaves.values()), "use_byte_stream_split": floats}
 
 
 def _arrange(table: str, rows: pa.Table) -> tuple[pa.Table, list[int]]:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from recorder import merge
 from recorder.catalog import TableReader
+from recorder.listing import RunInfo, list_runs
 from recorder.manifest import (
     MANIFEST_NAME,
     STALE_AFTER_S,
@@ -46,18 +47,6 @@ class Segment:
     last_step: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunInfo:
-    """What a list of runs shows. `status` is "unreadable" and `manifest` None where `error` says why."""
-
-    path: Path
-    run_id: str
-    name: str
-    status: str
-    error: str | None
-    manifest: dict[str, Any] | None
-
-
 class Run:
     """One recorded run, finished or still growing.
 
@@ -78,7 +67,8 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.manifest: dict[str, Any] = read_manifest(self.path)
+        self._manifest_stat: tuple[int, int] = (0, 0)
+        self.manifest: dict[str, Any] = self._read_manifest()
         self._tables = {table: TableReader(self.path / table, table) for table in TABLES}
         self.fingerprint: Hashable = self._identity()
         self._kept: dict[Hashable, Any] = {}
@@ -158,10 +148,11 @@ class Run:
         Raises:
             RunNotFoundError, RunUnreadableError: the run has gone or broken since.
         """
-        self.manifest = read_manifest(self.path)
-        changed = any([self._tables[table].relist() for table in TABLES])
+        self.manifest = self._read_manifest()
+        for table in TABLES:
+            self._tables[table].relist()
         fingerprint = self._identity()
-        changed = changed or fingerprint != self.fingerprint
+        changed = fingerprint != self.fingerprint
         self.fingerprint = fingerprint
         if changed:
             self._kept.clear()
@@ -354,54 +345,20 @@ class Run:
         frame: pd.DataFrame = self._kept[place]
         return frame.copy(deep=False)  # copy-on-write keeps the kept one as it is
 
+    def _read_manifest(self) -> dict[str, Any]:
+        file = self.path / MANIFEST_NAME
+        # Before reading: if the file is replaced in between, the next refresh sees that.
+        stat = file.stat() if file.is_file() else None
+        self._manifest_stat = (stat.st_mtime_ns, stat.st_size) if stat else (0, 0)
+        return read_manifest(self.path)
+
     def _identity(self) -> Hashable:
-        try:
-            stat = (self.path / MANIFEST_NAME).stat()
-        except FileNotFoundError:
-            raise RunNotFoundError(f"no run at {self.path}: it holds no {MANIFEST_NAME}") from None
         parts = tuple(
             (table, file.name, file.size, file.mtime_ns)
             for table in TABLES
             for file in self._tables[table].files.values()
         )
-        return (str(self.path), stat.st_mtime_ns, stat.st_size, parts)
-
-
-def list_runs(*folders: str | Path) -> list[RunInfo]:
-    """The runs in these folders, oldest first; never raises for a run that cannot be read.
-
-    Args:
-        folders: folders of runs; one that does not exist holds none.
-
-    Returns:
-        One entry a subfolder with a run.json.
-    """
-    infos = []
-    for folder in folders:
-        try:
-            children = sorted(Path(folder).iterdir())
-        except OSError:
-            continue
-        infos += [_info(child) for child in children if (child / MANIFEST_NAME).is_file()]
-    return sorted(infos, key=lambda info: str((info.manifest or {}).get("created_at") or ""))
-
-
-def _info(path: Path) -> RunInfo:
-    try:
-        manifest = read_manifest(path)
-    except (OSError, ValueError) as error:
-        return RunInfo(
-            path=path, run_id=path.name, name=path.name, status="unreadable", error=str(error), manifest=None
-        )
-    run_id = str(manifest.get("run_id") or path.name)
-    return RunInfo(
-        path=path,
-        run_id=run_id,
-        name=str(manifest.get("name") or run_id),
-        status=run_status(manifest),
-        error=manifest.get("error"),
-        manifest=manifest,
-    )
+        return (str(self.path), *self._manifest_stat, parts)
 
 
 def _to_pandas(rows: pa.Table) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 Shapes: E experts, K top-k, T tokens, N rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -193,13 +193,12 @@ def part_problem(table: str, schema: pa.Schema) -> str | None:
     return None
 
 
-def unify_fields(table: str, schemas: list[pa.Schema], columns: list[str] | None = None) -> dict[str, pa.DataType]:
-    """Column types that hold the rows of all part schemas, the format's own columns first.
+def unify_schema(table: str, schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """The schema that holds the rows of all these, the format's own columns first.
 
     Args:
         table: one of `TABLES`; each schema has passed `part_problem`.
         schemas: of the parts, in order.
-        columns: keep only these (all when None).
 
     Raises:
         TypeError: parts that disagree about a column beyond repair.
@@ -215,28 +214,39 @@ def unify_fields(table: str, schemas: list[pa.Schema], columns: list[str] | None
     for field in SCHEMAS[table]:
         if pa.types.is_null(fields[field.name]):
             fields[field.name] = field.type
-    return {name: kind for name, kind in fields.items() if columns is None or name in columns}
+    return pa.schema(list(fields.items()))
 
 
-def conform(table: pa.Table, fields: Mapping[str, pa.DataType]) -> pa.Table:
-    """`table` with exactly these columns, in this order: missing ones all null, the others cast."""
+def only(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schema:
+    """`schema` with these columns alone, in its own order; all of them when None."""
+    return schema if columns is None else pa.schema([field for field in schema if field.name in columns])
+
+
+def conform(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """`table` with exactly the columns of `schema`: missing ones all null, the others cast."""
+    if table.schema.equals(schema):
+        return table
     columns = []
-    for name, kind in fields.items():
-        if name in table.column_names:
-            column = table[name]
-            columns.append(column if column.type == kind else column.cast(kind))
+    for field in schema:
+        if field.name in table.column_names:
+            column = table[field.name]
+            columns.append(column if column.type == field.type else column.cast(field.type))
         else:
-            columns.append(pa.chunked_array([pa.nulls(table.num_rows, kind)]))
-    return pa.table(columns, schema=pa.schema(list(fields.items())))
+            columns.append(pa.chunked_array([pa.nulls(table.num_rows, field.type)]))
+    return pa.table(columns, schema=schema)
 
 
 def lists_to_matrix(column: Any) -> np.ndarray:
     """A list column whose rows are all of one length as an array (rows, length), without a copy where possible.
 
+    Args:
+        column: an Arrow array or chunked array, or a column of one of the reader's frames.
+
     Raises:
         ValueError: rows of different lengths, or null rows, naming the lengths found.
     """
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    array = column if isinstance(column, (pa.Array, pa.ChunkedArray)) else pa.array(column)
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     rows = len(array)
     if rows == 0:
         width = array.type.list_size if pa.types.is_fixed_size_list(array.type) else 0

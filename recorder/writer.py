@@ -3,7 +3,6 @@
 Shapes: E experts, K top-k, T tokens.
 """
 
-import contextlib
 import copy
 import time
 from collections.abc import Sequence
@@ -14,28 +13,14 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 
-from recorder import buffers
+from recorder import buffers, claim
 from recorder.compact import compact_table
-from recorder.manifest import (
-    MANIFEST_NAME,
-    STATUSES,
-    RunExistsError,
-    create_manifest,
-    folder_lock,
-    library_versions,
-    now,
-    plain,
-    process_alive,
-    read_manifest,
-    replace_manifest,
-    this_process,
-)
-from recorder.parts import list_parts, next_sequence, part_name, part_rank, remove_leftovers, write_part
-from recorder.schema import FORMAT_VERSION, TABLES
+from recorder.manifest import STATUSES, RunExistsError, RunNotFoundError, now, plain, replace_manifest
+from recorder.parts import next_sequence, part_name, write_part
+from recorder.schema import TABLES
 
 #: `steps` last: a step that a reader finds there has its other rows already.
 _FLUSH_ORDER = ("tokens", "decisions", "layer_stats", "events", "steps")
-_FIXED_KEYS = ("format_version", "run_id", "created_at", "segment", "process")
 
 
 class RunWriter:
@@ -90,11 +75,13 @@ class RunWriter:
         self._flush_steps = flush_steps
         self._full_weights = full_weights
         given: dict[str, Any] = plain(manifest or {})
-        if resume or rank > 0:
-            self._manifest = self._join(given, resume)
+        if rank:
+            self._manifest = claim.join_run(self.path, rank, resume=resume)
+        elif resume:
+            self._manifest = claim.resume_run(self.path, given)
         else:
-            self._manifest = self._create(given)
-        self._resumed_pending = resume
+            self._manifest = claim.create_run(self.path, given, weights="full" if full_weights else "rounded")
+        self._resumed_pending = resume and rank == 0
         self._experts = buffers.experts_by_router(self._manifest)
         self._rows: dict[str, list[pa.Table | dict[str, Any]]] = {table: [] for table in TABLES}
         self._num_rows = 0
@@ -329,9 +316,9 @@ class RunWriter:
         self._check_open()
         if self.rank:
             raise ValueError(f"only rank 0 writes run.json, this is rank {self.rank}")
-        fixed = sorted(set(changes) & set(_FIXED_KEYS))
+        fixed = sorted(set(changes) & set(claim.FIXED_KEYS))
         if fixed:
-            raise ValueError(f"{', '.join(fixed)} cannot be changed; fixed are {', '.join(_FIXED_KEYS)}")
+            raise ValueError(f"{', '.join(fixed)} cannot be changed; fixed are {', '.join(claim.FIXED_KEYS)}")
         if changes.get("status", "running") not in STATUSES:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {changes['status']!r}")
         self._manifest |= plain(changes)
@@ -399,77 +386,6 @@ class RunWriter:
         except Exception as problem:
             error.add_note(f"closing the run failed too: {problem}")
 
-    def _create(self, given: dict[str, Any]) -> dict[str, Any]:
-        if self.path.exists() and not self.path.is_dir():
-            raise RunExistsError(f"{self.path} is a file, not a folder for a run")
-        self.path.mkdir(parents=True, exist_ok=True)
-        if (self.path / MANIFEST_NAME).exists():
-            raise RunExistsError(f"{self.path} already holds a run; resume it or choose another folder")
-        if any(list_parts(self.path / table) for table in TABLES):
-            raise RunExistsError(f"{self.path} already holds part files of a run; choose another folder")
-        moment = now()
-        recorded = {"weights": "full" if self._full_weights else "rounded"}
-        defaults: dict[str, Any] = {
-            "format_version": FORMAT_VERSION,
-            "run_id": self.path.resolve().name,
-            "name": None,
-            "created_at": moment,
-            "source": "RunWriter",
-            "world_size": 1,
-            "seed": None,
-            "config": {},
-            "domains": [],
-            "model": {"name": None, "layers": []},
-        }
-        manifest = defaults | given
-        manifest["name"] = manifest["name"] or manifest["run_id"]
-        manifest["versions"] = library_versions() | (given.get("versions") or {})
-        manifest["recorded"] = (given.get("recorded") or {}) | recorded
-        manifest |= {
-            "format_version": FORMAT_VERSION,
-            "heartbeat_at": moment,
-            "status": "running",
-            "error": None,
-            "last_step": None,
-            "segment": 0,
-            "process": this_process(),
-        }
-        create_manifest(self.path, manifest)
-        return manifest
-
-    def _join(self, given: dict[str, Any], resume: bool) -> dict[str, Any]:
-        if self.rank:
-            manifest = read_manifest(self.path)
-            mine = any(part_rank(name) == self.rank for table in TABLES for name in list_parts(self.path / table))
-            if mine and not resume:
-                raise RunExistsError(f"{self.path} already holds parts of rank {self.rank}")
-        else:
-            manifest = self._resume(given)
-        for table in TABLES:
-            remove_leftovers(self.path / table, self.rank)
-        return manifest
-
-    def _resume(self, given: dict[str, Any]) -> dict[str, Any]:
-        with folder_lock(self.path) if self.path.is_dir() else contextlib.nullcontext():
-            manifest = read_manifest(self.path)
-            process = manifest.get("process")
-            this = this_process()
-            foreign = not isinstance(process, dict) or process.get("pid") != this["pid"]
-            if manifest.get("status") == "running" and foreign and process_alive(process):
-                raise RunExistsError(f"{self.path} is still being written by process {process['pid']}")
-            manifest |= {key: value for key, value in given.items() if key not in _FIXED_KEYS}
-            manifest["versions"] = (manifest.get("versions") or {}) | library_versions()
-            manifest |= {
-                "heartbeat_at": now(),
-                "status": "running",
-                "error": None,
-                "last_step": manifest.get("last_step"),
-                "segment": int(manifest.get("segment") or 0) + 1,
-                "process": this,
-            }
-            replace_manifest(self.path, manifest)
-        return manifest
-
     def _add(self, table: str, step: int | None, rows: pa.Table | dict[str, Any], count: int) -> None:
         """Buffer rows; `step` is None for events, which do not tell how far the run is."""
         self._check_open()
@@ -514,4 +430,4 @@ class RunWriter:
             raise ValueError(f"the run at {self.path} is closed ({self._manifest['status']})")
 
 
-__all__ = ["RunExistsError", "RunWriter"]
+__all__ = ["RunExistsError", "RunNotFoundError", "RunWriter"]

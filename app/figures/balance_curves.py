@@ -14,16 +14,9 @@ from numpy.typing import NDArray
 
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve, LoadSeries, ReferenceLine
+from app.figures.labels import number
 from app.figures.pooling import step_columns
-from app.figures.theme import (
-    OKABE_ITO,
-    Theme,
-    categorical_colour,
-    figure_layout,
-    mix,
-    number,
-    palette,
-)
+from app.figures.theme import OKABE_ITO, Theme, categorical_colour, figure_layout, mix, palette
 from moe_core.metrics import (
     dead_experts,
     idle_experts,
@@ -34,6 +27,7 @@ from moe_core.metrics import (
 
 WINDOW = 50
 MAX_SHARE_POINTS = 10_000
+MAX_SHARE_COLUMNS = 200
 MAX_BANDS = 64
 
 
@@ -72,9 +66,7 @@ def violation_curves(
         batch_S = _values(max_violation(s.load_SE))
         window_S = _values(max_violation(rolling_window_load(s.load_SE, window)))
         curves.append(
-            Curve(
-                name=f"{s.run}, each step", values_S=batch_S, style="thin", null_S=np.isnan(batch_S), **shared
-            )
+            Curve(name=f"{s.run}, each step", values_S=batch_S, style="thin", null_S=np.isnan(batch_S), **shared)
         )
         curves.append(
             Curve(
@@ -138,9 +130,7 @@ def unused_curves(
                     restarts=s.restarts,
                 )
             )
-        line = ReferenceLine(
-            value=float(s.num_experts), label=f"all {s.num_experts} experts", panel=f"layer {s.layer}"
-        )
+        line = ReferenceLine(value=float(s.num_experts), label=f"all {s.num_experts} experts", panel=f"layer {s.layer}")
         if line not in lines:
             lines.append(line)
     note = (
@@ -197,12 +187,15 @@ def share_area(
     p = palette(theme)
     experts = series.num_experts
     drawn = min(experts, MAX_BANDS)
-    steps, shares_CE, pooled = pooled_shares(series, int(np.clip(MAX_SHARE_POINTS // max(drawn, 1), 50, 400)))
+    steps, shares_CE, pooled = pooled_shares(
+        series, int(np.clip(MAX_SHARE_POINTS // max(drawn, 1), 50, MAX_SHARE_COLUMNS))
+    )
     total_E = np.nan_to_num(series.load_SE.astype(np.float64)).sum(axis=0)
-    busiest = sorted(range(experts), key=lambda e: (-total_E[e], e))[: min(named, len(OKABE_ITO))]
-    colour_of = {expert: categorical_colour(rank, theme=theme, fill=True) for rank, expert in enumerate(busiest)}
     uniform = 100 / experts if experts else 0.0
     all_share = 100 * total_E / total_E.sum() if total_E.sum() > 0 else np.zeros(experts)
+    busiest = sorted(range(experts), key=lambda e: (-total_E[e], e))[: min(named, len(OKABE_ITO))]
+    busiest = [e for e in busiest if all_share[e] >= uniform / 2]  # no colour for experts that are hardly used
+    colour_of = {expert: categorical_colour(rank, theme=theme, fill=True) for rank, expert in enumerate(busiest)}
 
     fig = go.Figure()
     grey = {"fill": mix(p.block, p.ground, 0.75), "edge": p.ground}
@@ -245,7 +238,7 @@ def share_area(
                 hovertemplate=_share_hover(name, uniform * (len(rest) if kind == "area" else 1)),
             )
         )
-    notes = [_uniform_lines(fig, series, kind, uniform, theme)]
+    notes = [_uniform_lines(fig, series.num_experts, kind, uniform, len(busiest), theme)]
     if pooled > 1:
         notes.append(f"Each point sums {pooled} recorded steps.")
     for restart in series.restarts:
@@ -267,7 +260,7 @@ def share_area(
             range=[float(steps[0]), float(steps[-1])] if len(steps) > 1 else [steps[0] - 1, steps[0] + 1],
             showgrid=False,
         )
-    fig.update_layout(hovermode="closest")
+    fig.update_layout(hovermode="closest", legend_traceorder="normal")
     return fig
 
 
@@ -278,7 +271,7 @@ def _share_hover(name: str, uniform: float) -> str:
     )
 
 
-def _uniform_lines(fig: go.Figure, series: LoadSeries, kind: str, uniform: float, theme: Theme) -> str:
+def _uniform_lines(fig: go.Figure, experts: int, kind: str, uniform: float, coloured: int, theme: Theme) -> str:
     """Draw the uniform share; returns the sentence that explains it."""
     p = palette(theme)
     share = f"{uniform:.3g}%"
@@ -290,11 +283,13 @@ def _uniform_lines(fig: go.Figure, series: LoadSeries, kind: str, uniform: float
             annotation_position="top right",
         )
         return f"Dashed: the uniform share, {share} for each expert."
-    if series.num_experts > MAX_BANDS:
-        return f"At the uniform share each expert has {share}."
-    every = 1 if series.num_experts <= 16 else -(-series.num_experts // 16)
-    for expert in range(every, series.num_experts, every):
-        fig.add_hline(y=expert * uniform, line={"color": p.text, "width": 1, "dash": "dot"}, opacity=0.55)
+    dotted: dict[str, Any] = {"line": {"color": p.text, "width": 1, "dash": "dot"}, "opacity": 0.55}
+    if experts > MAX_BANDS:
+        fig.add_hline(y=coloured * uniform, **dotted)
+        return f"Dotted: where the coloured experts would end at the uniform share, {share} each."
+    every = -(-experts // 16)
+    for expert in range(every, experts, every):
+        fig.add_hline(y=expert * uniform, **dotted)
     if every == 1:
         return f"Dotted: where the bands would meet at the uniform share, {share} each."
     return f"Dotted: where every {every} bands would end at the uniform share, {share} each."

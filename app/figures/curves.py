@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from app.figures.inputs import Curve, ReferenceLine
-from app.figures.theme import Theme, categorical_colour, figure_layout, line_dash, number, palette, plain
+from app.figures.labels import number, plain
+from app.figures.theme import Theme, categorical_colour, figure_layout, line_dash, palette
 from moe_core.metrics import downsample, smooth
 
 MAX_POINTS = 2000
 _MIN_POINTS = 5  # the fewest that `downsample` can keep: first, last, minimum, maximum, a gap
+_WEIGHT = {"thick": 0, "line": 1, "dash": 2, "dot": 3, "thin": 4}
 _PANEL_GAP = 64  # pixels between rows of panels, room for a heading and step labels
 
 
@@ -74,14 +76,14 @@ def metric_curves(
         )
         for name in panels
     }
-    shown: set[str] = set()
+    # One legend entry a group, by its most visible curve, first panel first.
+    by_weight = sorted(curves, key=lambda c: _WEIGHT[c.style])
+    entry = {c.group: c for c in reversed(by_weight)}
     thinned = 0
     for curve in sorted(curves, key=lambda c: c.style != "thin"):  # faint curves lie behind
         place = _place(panels.index(curve.panel), cols)
-        legend = curve.group not in shown
-        shown.add(curve.group)
         thinned = max(thinned, len(curve.steps_S) if len(curve.steps_S) > max_points else 0)
-        for trace in _curve_traces(curve, theme, smoothing, log_y, max_points, legend):
+        for trace in _curve_traces(curve, theme, smoothing, log_y, max_points, curve is entry[curve.group]):
             fig.add_trace(trace, **place)
         marks = _marks(curve, theme, foot=ranges[curve.panel][0], log_y=log_y)
         if marks is not None:
@@ -92,7 +94,7 @@ def metric_curves(
             fig.add_trace(go.Scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip"), **place)
         for line in lines:
             if line.panel in (None, name):
-                _add_line(fig, line, theme, place)
+                _add_line(fig, line, theme, place, log_y)
         for step in sorted({int(r) for c in curves if c.panel == name for r in c.restarts}):
             _add_restart(fig, step, theme, place)
         if marker_step is not None:
@@ -102,9 +104,7 @@ def metric_curves(
     if smoothing > 0:
         notes.append(f"Smoothed with weight {smoothing:g}; the values themselves lie faintly behind.")
     if thinned:
-        notes.append(
-            f"Down-sampled from {thinned:,} to at most {max_points:,} points a curve, minima and maxima kept."
-        )
+        notes.append(f"Down-sampled from {thinned:,} to at most {max_points:,} points a curve, minima and maxima kept.")
     figure_layout(
         fig,
         title=title,
@@ -120,8 +120,11 @@ def metric_curves(
     if log_y:
         fig.update_yaxes(dtick=1, exponentformat="none")
     fig.update_yaxes(title_text=y_title, col=1)
-    fig.update_xaxes(title_text="step", row=rows, range=_step_range(curves), showgrid=False, ticks="outside")
-    fig.update_xaxes(range=_step_range(curves), showticklabels=True)
+    fig.update_xaxes(title_text="step", row=rows)
+    extent = _step_range(curves)
+    fig.update_xaxes(range=extent, showticklabels=True, showgrid=False, ticks="outside", ticklen=4)
+    if extent is not None and extent[1] - extent[0] < 8:
+        fig.update_xaxes(dtick=1, tickformat=",d")
     fig.update_layout(hovermode="closest")
     return fig
 
@@ -145,7 +148,7 @@ def _curve_traces(
         steps, y = downsample(steps, y, max(max_points, _MIN_POINTS))
         # A value between two gaps has no neighbour to draw a line to: without a marker it would not be seen.
         alone = len(y) == 1 or bool(np.any(_lonely(y)))
-        marker = {"size": np.where(_lonely(y), 6, 0) if alone else 0, "opacity": 1, "color": colour}
+        marker = {"size": np.where(_lonely(y), 8, 0) if alone else 0, "opacity": 1, "color": colour}
         return go.Scatter(
             x=steps,
             y=y,
@@ -241,7 +244,7 @@ def _value_range(
 
 
 def _step_range(curves: Sequence[Curve]) -> list[float] | None:
-    steps = np.concatenate([c.steps_S for c in curves] or [np.zeros(0)])
+    steps = np.concatenate([np.zeros(0), *(c.steps_S for c in curves)])
     if len(steps) == 0:
         return None
     low, high = float(steps.min()), float(steps.max())
@@ -249,19 +252,21 @@ def _step_range(curves: Sequence[Curve]) -> list[float] | None:
     return [low - air, high + air]
 
 
-def _add_line(fig: go.Figure, line: ReferenceLine, theme: Theme, place: dict[str, int]) -> None:
+def _add_line(fig: go.Figure, line: ReferenceLine, theme: Theme, place: dict[str, int], log_y: bool) -> None:
     p = palette(theme)
-    fig.add_hline(
-        y=line.value,
-        line={"color": p.muted, "width": 1.5, "dash": "dash"},
-        annotation={
-            "text": plain(line.label),
-            "font": {"size": 12, "color": p.text},
-            "bgcolor": p.ground,
-            "opacity": 0.9,
-            "borderpad": 1,
-        },
-        annotation_position="top right",
+    if log_y and line.value <= 0:
+        return
+    fig.add_hline(y=line.value, line={"color": p.muted, "width": 1.5, "dash": "dash"}, **place)
+    fig.add_annotation(
+        text=plain(line.label),
+        x=1,
+        xref="x domain",
+        # On a log axis plotly wants a shape's value as it is, but an annotation's as its logarithm.
+        y=math.log10(line.value) if log_y else line.value,
+        xanchor="right",
+        yanchor="bottom",
+        showarrow=False,
+        font={"size": 12, "color": p.text},
         **place,
     )
 
@@ -271,7 +276,7 @@ def _add_restart(fig: go.Figure, step: int, theme: Theme, place: dict[str, int])
     fig.add_vline(
         x=step - 0.5,
         line={"color": p.text, "width": 1, "dash": "dot"},
-        annotation={"text": "resumed", "font": {"size": 11, "color": p.muted}, "textangle": -90},
-        annotation_position="bottom left",
+        annotation={"text": "resumed", "font": {"size": 11, "color": p.text}, "textangle": -90},
+        annotation_position="top left",
         **place,
     )

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from app.figures.inputs import LoadSeries
+from app.figures.labels import category_ticks, number, plain
 from app.figures.pooling import (
     StepColumns,
     expert_groups,
@@ -23,17 +24,7 @@ from app.figures.pooling import (
     pool_experts,
     step_columns,
 )
-from app.figures.theme import (
-    BEYOND_Z,
-    Theme,
-    category_ticks,
-    figure_layout,
-    load_coloraxis,
-    load_z,
-    number,
-    palette,
-    plain,
-)
+from app.figures.theme import BEYOND_Z, Theme, figure_layout, load_coloraxis, load_z, palette
 from moe_core.metrics import load_ratio
 
 MAX_COLUMNS = 400  # of all panels of a row there are about 800 pixels, and a column wants one of its own
@@ -54,9 +45,7 @@ class HeatmapCells:
     numbers_RCN: NDArray[np.float64]  # see _hover
 
 
-def heatmap_cells(
-    series: LoadSeries, *, max_columns: int = MAX_COLUMNS, max_rows: int = MAX_ROWS
-) -> HeatmapCells:
+def heatmap_cells(series: LoadSeries, *, max_columns: int = MAX_COLUMNS, max_rows: int = MAX_ROWS) -> HeatmapCells:
     """Pool one series into cells, by the maximum of load / uniform share (see `app.figures.pooling`).
 
     numbers_RCN holds, per cell: first step, largest load / uniform share, assignments in all, last step, mean load /
@@ -126,9 +115,7 @@ def load_heatmap(
         raise ValueError("two series have the same run and layer")
     if max_columns is None:
         max_columns = _columns_that_fit(series, len(runs), max_rows)
-    cells = {
-        key: heatmap_cells(s, max_columns=max_columns, max_rows=max_rows) for key, s in by_panel.items()
-    }
+    cells = {key: heatmap_cells(s, max_columns=max_columns, max_rows=max_rows) for key, s in by_panel.items()}
     rows, cols = max(len(layers), 1), max(len(runs), 1)
     heights = [
         panel_height or _panel_height(max(len(cells[k].labels) for k in cells if k[0] == layer), rows)
@@ -293,6 +280,7 @@ def _mark_beyond(fig: go.Figure, row: int, col: int, cells: HeatmapCells) -> Non
                 hoverinfo="skip",
                 showlegend=False,
                 name="beyond 16x",
+                **undimmed("#ffffff"),
             ),
             row=row,
             col=col,
@@ -311,11 +299,10 @@ def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: 
         go.Scatter(
             x=centres[known_c],
             y=[cells.labels[r] for r in known_r],
-            customdata=data,
+            customdata=data.tolist(),  # an array would reach Streamlit's selection as a dict, a list stays one
             mode="markers",
             marker={"size": 12, "opacity": 0},
-            selected={"marker": {"opacity": 0}},
-            unselected={"marker": {"opacity": 0}},
+            **undimmed("#000000", opacity=0),
             hovertemplate=hover,
             showlegend=False,
             name="cells",
@@ -327,9 +314,7 @@ def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: 
 
 def _empty_panel(fig: go.Figure, row: int, col: int, text: str, theme: Theme) -> None:
     # An annotation alone would leave the subplot out of the figure: give it one point that is not drawn.
-    fig.add_trace(
-        go.Scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", name="empty"), row=row, col=col
-    )
+    fig.add_trace(go.Scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", name="empty"), row=row, col=col)
     fig.update_yaxes(showticklabels=False, row=row, col=col)
     fig.add_annotation(
         text=text,

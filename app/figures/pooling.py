@@ -8,6 +8,7 @@ they must, and say what they did.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def step_columns(steps_S: NDArray[np.int64], max_columns: int) -> StepColumns:
     hole_after = np.flatnonzero((gaps > 3 * np.maximum(before, after)) & (np.maximum(before, after) > 0))
 
     bounds = [0, *(hole_after + 1).tolist(), count]
-    parts = list(zip(bounds[:-1], bounds[1:], strict=True))
+    parts = list(itertools.pairwise(bounds))
     within = np.delete(gaps, hole_after)
     usual = float(np.median(within)) if len(within) else 1.0
 
@@ -65,6 +66,9 @@ def step_columns(steps_S: NDArray[np.int64], max_columns: int) -> StepColumns:
         alone = part_stop - part_start == 1
         first_gap = usual if alone else float(gaps[part_start])
         last_gap = usual if alone else float(gaps[part_stop - 2])
+        # Both neighbours of a hole together take at most half of it.
+        first_gap = min(first_gap, gaps[part_start - 1] / 2) if part_start else first_gap
+        last_gap = min(last_gap, gaps[part_stop - 1] / 2) if part_stop < count else last_gap
         if start:  # a hole lies before this part: the edge so far ends the part before it
             start.append(part_start)
             stop.append(part_start)

@@ -10,8 +10,6 @@ and pass `theme` ("light" or "dark") to the functions that build them.
 
 from __future__ import annotations
 
-import html
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
+
+from app.figures.labels import number, wrap
 
 Theme = Literal["light", "dark"]
 
@@ -246,35 +246,7 @@ def load_coloraxis(theme: Theme, *, bound: float | None = None, length: int = 33
     }
 
 
-# ---------------------------------------------------------------------------------------------- text and numbers
-
-
-def plain(text: object) -> str:
-    """Text that plotly shows as it is: no markup and no hover template field of a run's name gets through."""
-    return html.escape(str(text), quote=False).replace("%{", "%&#123;")
-
-
-def number(value: float) -> str:
-    """A number short enough for a label: 8, 1.5, 0.031, 12,400; "no value" for NaN."""
-    if not np.isfinite(value):
-        return "no value" if np.isnan(value) else str(value)
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def si(value: float) -> str:
-    """A count with a unit prefix: 950, 12.4K, 3.21M, 671B."""
-    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{suffix}"
-    return f"{value:.0f}"
-
-
-def wrap(text: str, width: int) -> str:
-    """Escaped text broken into lines of at most `width` characters, joined by <br>."""
-    lines = textwrap.wrap(text, width=width, break_long_words=True) or [""]
-    return "<br>".join(plain(line) for line in lines)
+# ---------------------------------------------------------------------------------------------- mixing
 
 
 def hex_to_rgb(colour: str) -> tuple[int, int, int]:
@@ -320,7 +292,7 @@ def figure_layout(
     """
     p = palette(theme)
     title_text = wrap(title, wrap_at) if title else ""
-    note_text = wrap(note, round(wrap_at * 1.3)) if note else ""
+    note_text = wrap(note, round(wrap_at * 1.6)) if note else ""
     top = 14 + head
     if title_text:
         top += _TITLE_LINE * (title_text.count("<br>") + 1)
@@ -381,6 +353,15 @@ def figure_layout(
     return fig
 
 
+def undimmed(text_colour: str, opacity: float = 1.0) -> dict[str, Any]:
+    """Settings of a scatter trace that keep it as it is while points are selected: plotly fades the rest."""
+    return {
+        # A colour for selected text alone: without one plotly fades the text that is not selected.
+        "selected": {"marker": {"opacity": opacity}, "textfont": {"color": text_colour}},
+        "unselected": {"marker": {"opacity": opacity}},
+    }
+
+
 def axis_style(theme: Theme) -> dict[str, Any]:
     """Settings of an ordinary axis."""
     p = palette(theme)
@@ -393,17 +374,3 @@ def axis_style(theme: Theme) -> dict[str, Any]:
         "title_font": {"size": 14, "color": p.text},
         "title_standoff": 8,
     }
-
-
-def category_ticks(labels: Sequence[str], most: int) -> list[str]:
-    """At most about `most` of the labels, evenly spaced from the first, for an axis that cannot show all."""
-    every = next_step(len(labels) / max(most, 1))
-    return list(labels[::every])
-
-
-def next_step(at_least: float) -> int:
-    """The smallest of 1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 50, 64, 100, 128 (or a multiple of 100) that suffices."""
-    for step in (1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 50, 64, 100, 128):
-        if step >= at_least:
-            return step
-    return int(np.ceil(at_least / 100) * 100)

@@ -253,9 +253,14 @@ def _slices(text: str, length: int) -> Iterator[str]:
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
-    # In slices: the tokenizer works on them side by side, and needs far more memory than their ids do.
-    encodings = tokenizer.encode_batch_fast(list(_slices(text, 16_384)))
-    return np.concatenate([np.empty(0, np.int32), *(np.asarray(e.ids, dtype=np.int32) for e in encodings)])
+    slices = list(_slices(text, 16_384))
+    ids = [np.empty(0, np.int32)]
+    # The tokenizer works on a group of slices side by side. A megabyte at a time, as what it hands back
+    # takes dozens of times the memory of its text.
+    for first in range(0, len(slices), 64):
+        encodings = tokenizer.encode_batch_fast(slices[first : first + 64])
+        ids += [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+    return np.concatenate(ids)
 
 
 def _pieces(tokenizer: Tokenizer) -> list[str]:

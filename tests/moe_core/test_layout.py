@@ -29,9 +29,7 @@ def test_patterns_of_six_layers(arguments: dict, expected: tuple[int, ...]) -> N
 
 
 @given(st.integers(1, 100), st.integers(1, 12), st.data())
-def test_pattern_starts_at_its_offset_and_repeats(
-    num_layers: int, frequency: int, data: st.DataObject
-) -> None:
+def test_pattern_starts_at_its_offset_and_repeats(num_layers: int, frequency: int, data: st.DataObject) -> None:
     offset = data.draw(st.integers(0, frequency - 1))
     dense = data.draw(st.integers(0, num_layers))
     expected = [i for i in range(offset, num_layers, frequency) if i >= dense]

@@ -183,9 +183,7 @@ class TestAgainstReference:
     @given(counts)
     def test_load_metrics(self, load: list[int]) -> None:
         for name, expected in reference_metrics(load).items():
-            assert getattr(metrics, name)(load) == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True), (
-                name
-            )
+            assert getattr(metrics, name)(load) == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True), name
 
     @given(counts)
     def test_entropy_is_the_logarithm_of_effective_experts(self, load: list[int]) -> None:
@@ -254,9 +252,7 @@ class TestAgainstReference:
         if len(finite) < len(values):
             assert not np.isfinite(y).all()
 
-    @given(
-        st.integers(1, 5), st.integers(1, 6), st.integers(1, 7), st.integers(0, 2**32 - 1), st.floats(0, 1)
-    )
+    @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 7), st.integers(0, 2**32 - 1), st.floats(0, 1))
     def test_router_entropy(self, layers: int, tokens: int, num_experts: int, seed: int, lost: float) -> None:
         rng = np.random.default_rng(seed)
         probs = rng.dirichlet(np.full(num_experts, 0.3), size=(layers, tokens))
@@ -265,9 +261,7 @@ class TestAgainstReference:
         for layer in probs.tolist():
             kept = [row for row in layer if not any(map(math.isnan, row))]
             entropies = [
-                sum(-p * math.log(p) for p in row if p) / math.log(num_experts)
-                for row in kept
-                if num_experts > 1
+                sum(-p * math.log(p) for p in row if p) / math.log(num_experts) for row in kept if num_experts > 1
             ]
             expected.append(sum(entropies) / len(entropies) if entropies else NAN)
         np.testing.assert_allclose(metrics.router_entropy(probs), expected, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,27 @@
+"""The dashboard: navigation and run picker, nothing else. Start it with `streamlit run app/main.py`."""
+
+from pathlib import Path
+
+import streamlit as st
+
+from app import navigation, pickers, record_form, sidebar, state
+
+st.set_page_config(
+    page_title="routescope",
+    page_icon=str(Path(__file__).with_name("icon.svg")),
+    layout="wide",
+    initial_sidebar_state="expanded",
+)
+pages = navigation.pages()
+page = st.navigation(pages, position="hidden")
+name = navigation.name_of(page)
+state.begin(name)
+with st.sidebar:
+    menu = st.container(gap="xxsmall")
+    pickers.pick_run()
+    sidebar.recordings(name)
+    record_form.render()
+    with menu:
+        navigation.links(pages, page)
+page.run()
+state.finish()

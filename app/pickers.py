@@ -1,0 +1,80 @@
+"""Choosing runs: the one that every page shows, and the several that are compared."""
+
+from collections.abc import Sequence
+
+import streamlit as st
+
+from app import data, folders, state
+from recorder.reader import Run
+
+
+def pick_run() -> None:
+    """Draw the choice of the run that every page shows. Draws nothing where there are no runs."""
+    runs = {run.reference: run for run in in_order(data.listed())}
+    if not runs:
+        return
+    fallback = default_run(list(runs.values())).reference
+    wanted = state.wanted("run")
+    found = _resolve(wanted, runs)
+    if wanted is None or (found is not None and found != wanted):
+        # Named from here on, so that a reload shows the same run even after others have been recorded.
+        state.choose(run=found or fallback)
+    elif found is None:
+        name = wanted.replace("`", "'")[:80]
+        st.caption(f"There is no run `{name}` in the folders shown; another one is shown instead.")
+    state.pick_option(
+        "run",
+        "Run",
+        list(runs),
+        default=fallback,
+        format_func=lambda reference: label(runs[reference]),
+        as_list=True,
+    )
+
+
+def pick_runs(
+    *, default: Sequence[str] = (), label_: str = "Runs", max_runs: int | None = None
+) -> list[tuple[data.Listed, Run]]:
+    """Draw the choice of several runs and return those that can be read, in the order they were chosen.
+
+    Draws one line for each that cannot be read.
+
+    default   references shown where nothing was chosen
+    max_runs  no more than these can be chosen
+    """
+    runs = {run.reference: run for run in in_order(data.listed())}
+    chosen = state.pick_options(
+        "runs",
+        label_,
+        list(runs),
+        default=default,
+        format_func=lambda reference: label(runs[reference]),
+        max_selections=max_runs,
+    )
+    opened = []
+    for reference in chosen:
+        run, error = data.open_run(runs[reference].path)
+        if run is None:
+            st.warning(f"{reference} cannot be read and is left out: {error}")
+        else:
+            opened.append((runs[reference], run))
+    return opened
+
+
+def default_run(runs: Sequence[data.Listed]) -> data.Listed:
+    """The run to show where none was chosen: the newest of one's own, else the first sample."""
+    return next((run for run in runs if not run.read_only), runs[0])
+
+
+def in_order(runs: Sequence[data.Listed]) -> list[data.Listed]:
+    """One's own runs first, the newest on top; then the samples in the order they were recorded."""
+    return [run for run in reversed(runs) if not run.read_only] + [run for run in runs if run.read_only]
+
+
+def label(run: data.Listed) -> str:
+    """What a list of runs calls it: its name, and its status where that is not finished."""
+    return run.label if run.info.status == "finished" else f"{run.label} ({run.info.status})"
+
+
+def _resolve(reference: str | None, runs: dict[str, data.Listed]) -> str | None:
+    return None if reference is None else folders.resolve(reference, {name: run.path for name, run in runs.items()})

@@ -1,0 +1,52 @@
+"""The recordings in progress, and those just ended, as a few lines in the sidebar of every page."""
+
+import streamlit as st
+
+from app import data, jobs, navigation, watch
+from app.text import plain
+
+_REFRESH_S = 2.0
+
+
+def recordings(page: str) -> None:
+    """Draw the lines, kept up to date on their own; nothing where nothing is recorded.
+
+    page  name of the page they stand beside; the page of recordings needs no way to itself
+    """
+    going_on = [job.run_id for job in watch.active(watch.all_jobs())]
+    st.fragment(_lines, run_every=_REFRESH_S if going_on else None)(going_on, page)
+
+
+def _lines(expected: list[str], page: str) -> None:
+    found = watch.all_jobs()
+    active = watch.active(found)
+    if [job.run_id for job in active] != expected:
+        st.rerun()  # one has ended: the run picker, and the clock of this fragment, belong to the whole page
+    for job in active:
+        run, _ = data.open_run(job.run_path)
+        progress = jobs.progress(job, run)
+        name = job.run_id if run is None else run.name
+        text = "starting" if progress.state == "starting" else f"step {progress.done} of {progress.total}"
+        st.progress(min(progress.done / max(progress.total, 1), 1.0), text=f"{plain(name)}: {text}")
+    if page == "recording":
+        return
+    if active and st.button("Watch", key="watch", icon=":material/visibility:"):
+        navigation.go("recording")
+    for job in watch.just_ended(found):
+        _ended(job)
+
+
+def _ended(job: jobs.Job) -> None:
+    state = jobs.state(job)
+    run, _ = data.open_run(job.run_path)
+    st.caption(f"{plain(job.run_id if run is None else run.name)}: {state}")
+    with st.container(horizontal=True):
+        if state != "failed" and watch.can_open(job):
+            if st.button("Open the run", key=f"notice_open_{job.run_id}"):
+                watch.open_run(job)
+        elif st.button("See why", key=f"notice_why_{job.run_id}"):
+            watch.done_with(job)
+            navigation.go("recording")
+        if st.button("Dismiss", key=f"notice_dismiss_{job.run_id}", type="tertiary"):
+            watch.done_with(job)
+            st.rerun()

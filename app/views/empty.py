@@ -1,0 +1,130 @@
+"""What a page shows where there is nothing to draw: no runs, an unreadable run, a run without steps yet.
+
+Each says what to do next. `require_run` is how every page gets its run.
+"""
+
+from pathlib import Path
+
+import streamlit as st
+
+from app import data, folders, jobs, navigation, state
+from app.text import plain
+from recorder.reader import Run
+
+_LOOK_AGAIN_S = 1.0
+_NEWER_S = 2.0
+
+
+def require_run(*, layers: bool = True) -> Run | None:
+    """The run picked in the sidebar, up to date; or None after drawing why there is none and what to do.
+
+    A run that is still recorded, was cut off, failed, or has unreadable parts gets a line that says so and is
+    returned all the same. Draw the page's title before, and return where this is None.
+
+    layers  False accepts a run without any MoE layer
+    """
+    reference = state.current("run")
+    listed = data.find(reference)
+    if listed is None:
+        no_runs()
+        return None
+    run, error = data.open_run(listed.path)
+    if run is None:
+        unreadable(listed.path, error or "")
+        return None
+    if len(data.steps(run, None)) == 0:
+        no_steps(run)
+        return None
+    if layers and not run.moe_layers:
+        st.info("This run has no MoE layer, so there is no routing to show. Pick another run in the sidebar.")
+        return None
+    _notes(run)
+    return run
+
+
+def no_runs() -> None:
+    """No run in any shown folder."""
+    shown = data.shown_folders()
+    st.info("There are no runs here yet.", icon=":material/inbox:")
+    st.markdown("**Record one:** open *Record a run* in the sidebar and press *Start*, or in a terminal:")
+    target = folders.recording_folder(shown)
+    st.code(f"routescope record --balancer none --steps 400 --out {_quoted(target or Path('runs'))}", "bash")
+    st.markdown("**Or show runs from elsewhere:** start the dashboard on the folder that holds them:")
+    st.code("routescope app FOLDER", "bash")
+    st.caption("Folders shown now: " + ", ".join(f"`{folder.path}`" for folder in shown))
+    for folder in shown:
+        if (folder.path / "run.json").is_file():
+            st.warning(f"`{folder.path}` is a run itself. Show the folder above it:")
+            st.code(f"routescope app {_quoted(folder.path.parent)}", "bash")
+
+
+def unreadable(path: Path, error: str) -> None:
+    """A run whose manifest cannot be used."""
+    st.error(f"The run `{path.name}` cannot be read.", icon=":material/error:")
+    st.markdown(f"**Why:** {plain(error)}")
+    st.markdown(
+        "**What to do:** pick another run in the sidebar; or put back a sound `run.json` from a copy. "
+        "Its tables are ordinary Parquet files and can be read without it:"
+    )
+    st.code(f"python -c \"import pandas; print(pandas.read_parquet('{path / 'steps'}'))\"", "bash")
+    st.markdown("To be rid of the run, delete its folder:")
+    st.code(str(path), None)
+
+
+def no_steps(run: Run) -> None:
+    """A run that has recorded nothing yet, or never will."""
+    if run.status != "running":
+        st.warning(f"This run is {run.status} and recorded no step.", icon=":material/hourglass_disabled:")
+        if run.manifest.get("error"):
+            st.markdown(f"**Why:** {plain(str(run.manifest['error']))}")
+        st.markdown(
+            "**What to do:** pick another run in the sidebar, or record again with *Record a run* there. "
+            "The folder holds nothing else and can be deleted:"
+        )
+        st.code(str(run.path), None)
+        return
+    st.info("This run has just been started. Its first steps appear here by themselves.", icon=":material/timer:")
+    st.fragment(_wait_for_steps, run_every=_LOOK_AGAIN_S)(run.path)
+
+
+def _wait_for_steps(path: Path) -> None:
+    run, _ = data.open_run(path)
+    if run is None or run.status != "running" or len(data.steps(run, None)):
+        st.rerun()
+    job = jobs.job_of(path)
+    if job is not None and st.button("Watch the recording", key="watch_first_steps"):
+        navigation.go("recording")
+
+
+def _notes(run: Run) -> None:
+    status, last = run.status, run.last_step
+    if status == "running":
+        st.fragment(_newer, run_every=_NEWER_S)(run.path, last)
+    elif status == "unfinished":
+        st.warning(
+            f"This run ended at step {last} without being closed, for instance because its process was killed. "
+            "Everything recorded until then is shown."
+        )
+    elif status == "failed":
+        st.warning(f"This run failed after step {last}: {plain(str(run.manifest.get('error') or 'no reason given'))}")
+    if run.problems:
+        with st.expander(
+            f"{len(run.problems)} part files cannot be read; the rest is shown", icon=":material/warning:"
+        ):
+            st.code("\n".join(run.problems), None)
+
+
+def _newer(path: Path, drawn: int | None) -> None:
+    run, _ = data.open_run(path)
+    if run is None or run.status != "running":
+        st.rerun()
+        return
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.caption(f"Still recording: this page shows the steps up to {drawn}, the run is at step {run.last_step}.")
+        if st.button("Show the newest", key="show_newest", disabled=run.last_step == drawn):
+            st.rerun()
+
+
+def _quoted(path: Path) -> str:
+    text = str(path)
+    return f'"{text}"' if " " in text else text

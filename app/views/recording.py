@@ -1,0 +1,127 @@
+"""Recordings in progress: how far each is, its loss and load so far, and the way to stop it.
+
+A recording belongs to no page: closing this one, reloading it, or stopping the server leaves it running.
+"""
+
+from typing import Any
+
+import streamlit as st
+
+from app import charts, data, folders, jobs, watch
+from app.figures.curves import metric_curves
+from app.figures.inputs import Curve
+from app.figures.load_heatmap import load_heatmap
+from app.text import duration, plain
+from recorder.reader import Run
+
+_REFRESH_S = 1.5
+_RECENT = 5  # recordings that ended earlier and are still offered here
+
+
+def render() -> None:
+    """Draw the page: recordings in progress first, then those that have ended."""
+    st.title("Recording")
+    found = watch.all_jobs()
+    if not found:
+        st.info("Nothing is being recorded.", icon=":material/fiber_manual_record:")
+        st.markdown("Open *Record a run* in the sidebar and press *Start*, or in a terminal:")
+        target = folders.recording_folder(data.shown_folders())
+        st.code(f"routescope record --balancer none --steps 400 --out {target or 'runs'}", "bash")
+        return
+    st.fragment(_live, run_every=_REFRESH_S if watch.active(found) else None)()
+
+
+def _live() -> None:
+    found = watch.all_jobs()
+    active = watch.active(found)
+    ended = watch.just_ended(found)
+    if not active:
+        for job in ended:
+            if jobs.state(job) == "finished" and watch.can_open(job):
+                watch.open_run(job)
+    for job in active:
+        _progress(job)
+    for job in ended:
+        _result(job)
+    earlier = [job for job in found if job not in active and job not in ended][:_RECENT]
+    if earlier:
+        st.subheader("Ended before", anchor=False)
+        for job in earlier:
+            _result(job)
+
+
+def _progress(job: jobs.Job) -> None:
+    run, _ = data.open_run(job.run_path)
+    progress = jobs.progress(job, run)
+    name = run.name if run is not None else job.run_id
+    with st.container(border=True, key=f"recording_{job.run_id}"):
+        with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
+            st.subheader(plain(name), anchor=False, width="content")
+            if st.button("Stopping" if job.cancelled else "Cancel", key=f"cancel_{job.run_id}", disabled=job.cancelled):
+                jobs.cancel(job)
+                st.rerun(scope="fragment")
+        st.progress(min(progress.done / max(progress.total, 1), 1.0), text=_progress_text(job, progress))
+        if job.cancelled:
+            st.caption("It stops after the step under way; what is recorded until then is kept.")
+        else:
+            st.caption(f"Cancelling keeps every step recorded so far, {progress.done} of {progress.total} now.")
+        if run is not None and progress.done:
+            _so_far(job, run)
+
+
+def _so_far(job: jobs.Job, run: Run) -> None:
+    theme = charts.theme()
+    frame = data.steps(run)
+    loss = Curve(
+        name=run.name,
+        group=run.name,
+        colour=0,
+        steps_S=frame["step"].to_numpy(dtype="int64"),
+        values_S=frame["loss"].to_numpy(dtype="float64", na_value=float("nan")),
+    )
+    layers = list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
+    series = [data.load_series(run, layer) for layer in layers]
+    st.caption(
+        "A falling loss means it learns. Pale colours: all experts are used; red and purple: a few take all."
+    )
+    left, right = st.columns([2, 3])
+    with left:
+        figure = metric_curves([loss], title="Loss so far", y_title="loss (nats per token)", theme=theme, wrap_at=40)
+        charts.show(figure, key=f"loss_{job.run_id}", alt=f"Training loss of {run.name} by step, so far.")
+    with right:
+        figure = load_heatmap(series, title="Load so far", theme=theme, wrap_at=60)
+        charts.show(
+            figure,
+            key=f"load_{job.run_id}",
+            alt=f"Load over the uniform share of each expert of {run.name} by step, so far.",
+        )
+
+
+def _result(job: jobs.Job) -> None:
+    run, _ = data.open_run(job.run_path)
+    progress = jobs.progress(job, run)
+    name = run.name if run is not None else job.run_id
+    said = {
+        "finished": f"finished, {progress.done} steps in {duration(progress.elapsed_s)}",
+        "cancelled": f"cancelled after {progress.done} of {progress.total} steps"
+        + ("; they are kept" if progress.done else "; nothing had been recorded yet"),
+        "failed": f"failed after {progress.done} of {progress.total} steps",
+    }[progress.state]
+    with st.container(border=True, key=f"ended_{job.run_id}"):
+        with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
+            st.markdown(f"**{plain(name)}** {said}", width="content")
+            if progress.done and watch.can_open(job) and st.button("Open the run", key=f"open_{job.run_id}"):
+                watch.open_run(job)
+        if progress.message:
+            st.error(plain(progress.message))
+
+
+def _progress_text(job: jobs.Job, progress: jobs.Progress) -> str:
+    if progress.state == "starting":
+        return f"Preparing text and model, {duration(progress.elapsed_s)} so far"
+    parts: list[Any] = [f"step {progress.done} of {progress.total}", f"{duration(progress.elapsed_s)} elapsed"]
+    if progress.rate is not None:
+        parts.append(f"{progress.rate:.1f} steps/s")
+    if progress.left_s is not None and not job.cancelled:
+        parts.append(f"about {duration(progress.left_s)} left")
+    return ", ".join(parts)

@@ -1,0 +1,135 @@
+"""The form: what it refuses, in words; the command it builds; and a real recording started from it."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from app import jobs, record_form
+from recorder.reader import Run
+from recorder.training.config import BALANCERS, ToyConfig, check_balancer
+
+GOOD: dict[str, Any] = {
+    "balancer": "none",
+    "router": "softmax",
+    "num_experts": 8,
+    "top_k": 2,
+    "num_shared_experts": 0,
+    "num_layers": 4,
+    "moe_frequency": 2,
+    "steps": 5,
+    "seed": 0,
+    "name": "",
+    "corpus": [],
+    "aux_coef": 0.01,
+    "z_coef": 0.0,
+    "bias_rate": 0.001,
+    "lr": 0.003,
+    "decisions_every": 10,
+    "batch_size": 4,
+    "seq_len": 16,
+    "d_model": 32,
+}
+
+
+def test_every_value_is_a_setting_of_the_toy_run_and_has_a_label() -> None:
+    assert set(GOOD) == set(record_form.LABELS)
+    assert set(GOOD) <= {field.name for field in fields(ToyConfig)}
+
+
+def test_every_balancer_offered_can_be_recorded_and_every_kind_is_offered() -> None:
+    for balancer in record_form.BALANCERS:
+        check_balancer(balancer)
+    assert {part for balancer in record_form.BALANCERS for part in balancer.split("+")} == set(BALANCERS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({}, []),
+        ({"top_k": 9}, ["Top-k 9 is more than Experts 8"]),
+        ({"steps": 0}, ["Steps 0 is not between 1 and 1000000"]),
+        ({"steps": None}, ["Steps: a number is missing"]),
+        ({"lr": -1.0}, ["Learning rate -1.0 is not a positive, finite number"]),
+        (
+            {"steps": 0, "lr": 0.0, "seed": -1, "top_k": 9},
+            [
+                "Steps 0 is not between 1 and 1000000",
+                "Seed -1 is not between 0 and 4294967295",
+                "Learning rate 0.0 is not a positive, finite number",
+                "Top-k 9 is more than Experts 8",
+            ],
+        ),
+    ],
+)
+def test_one_clear_line_for_each_bad_value(changes: dict[str, Any], lines: list[str]) -> None:
+    assert sorted(record_form.problems(GOOD | changes)) == sorted(lines)
+
+
+def test_conflicts_between_values_are_told(tmp_path: Path) -> None:
+    [line] = record_form.problems(GOOD | {"moe_frequency": 5})
+    assert "MoE frequency 5 of Layers 4" in line
+    [line] = record_form.problems(GOOD | {"balancer": "quantile", "top_k": 8})
+    assert "Experts 8" in line
+    [line] = record_form.problems(GOOD | {"corpus": [str(tmp_path / "none.txt"), str(tmp_path)]})
+    assert line == f"Your own text: there is no file or folder {tmp_path / 'none.txt'}"
+
+
+def test_the_command_holds_every_value_and_no_shell_reads_it(tmp_path: Path) -> None:
+    values = GOOD | {"balancer": "aux+quantile", "name": "--help; rm -rf $HOME", "corpus": ["a b.txt", "c"]}
+    words = record_form.command(values, run_id="mine", out=tmp_path)
+    assert words[:4] == [sys.executable, "-m", "recorder.cli", "record"]
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--balancer"] == ["aux", "quantile"]
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--corpus"] == ["a b.txt", "c"]
+    assert "--name=--help; rm -rf $HOME" in words
+    assert {"--num-experts=8", "--top-k=2", "--lr=0.003", "--d-model=32"} <= set(words)
+    assert words[-4:] == ["--run-id", "mine", "--out", str(tmp_path)]
+    assert not any(word.startswith("--name") for word in record_form.command(GOOD, run_id="x", out=tmp_path))
+
+
+def test_run_ids_are_free_and_plain(tmp_path: Path) -> None:
+    first = record_form.new_run_id(GOOD | {"name": "Über ../ alles!"}, tmp_path)
+    assert first.startswith("ber-alles-")
+    (tmp_path / first).mkdir()
+    assert record_form.new_run_id(GOOD | {"name": "Über ../ alles!"}, tmp_path) != first
+    assert record_form.new_run_id(GOOD, tmp_path).startswith("none-")
+    assert record_form.new_run_id(GOOD | {"name": "..."}, tmp_path).startswith("run-")
+
+
+def submit(test: AppTest, **values: Any) -> AppTest:
+    for name, value in values.items():
+        widget = test.text_input if isinstance(value, str) else test.number_input
+        widget(key=f"record_{name}").set_value(value)
+    test.button(key="record_start").click()
+    return test.run()
+
+
+def test_bad_values_start_nothing(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    test = submit(open_page("recording"), top_k=20, num_layers=1)
+    assert not test.exception
+    assert sorted(error.value for error in test.sidebar.error) == [
+        "MoE frequency 2 of Layers 1 leaves no MoE layer to record; choose at most 1",
+        "Top-k 20 is more than Experts 16",
+    ]
+    assert jobs.jobs(shown) == []
+
+
+def test_a_run_is_recorded_from_the_form_to_the_end(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    small = {name: GOOD[name] for name in ("num_experts", "top_k", "steps", "batch_size", "seq_len", "d_model")}
+    test = submit(open_page("recording"), name="Mine", **small)
+    assert not test.exception
+    assert test.title[0].value == "Recording"
+    [job] = jobs.jobs(shown)
+    assert job.steps == 5
+    end = time.monotonic() + 120
+    while jobs.is_alive(job):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert jobs.state(job) == "finished", jobs.log_lines(job)
+    run = Run(job.run_path)
+    assert (run.name, run.config["num_experts"], run.config["top_k"], len(run.steps("train"))) == ("Mine", 8, 2, 5)

@@ -1,0 +1,148 @@
+"""The page of recordings, and the notices of them beside every page."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from app import jobs
+from recorder.reader import Run
+
+RECORDER = """
+import signal, sys, time
+import numpy as np
+from recorder.writer import RunWriter
+stop = []
+signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+layers = [{"index": 1, "kind": "moe", "router": 0, "num_experts": 4, "top_k": 1}]
+writer = RunWriter(sys.argv[1], flush_steps=1, manifest={"name": "A *new* run", "model": {"layers": layers}})
+for step in range(int(sys.argv[2])):
+    if stop:
+        writer.finalize("cancelled")
+        sys.exit(130)
+    load = np.array([8, 0, 0, 0])
+    writer.log_step(step, tokens=8, loss=1.0)
+    writer.log_layer_stats(step, layer=1, router=0, tokens=8, load=load, gate_mass=load, mean_prob=load / 8)
+    time.sleep(0.02)
+writer.finalize()
+"""
+
+
+@pytest.fixture
+def start(shown: Path) -> Iterator[Callable[..., jobs.Job]]:
+    started = []
+
+    def start_(*, run_id: str = "new", steps: int = 100_000, code: str = RECORDER) -> jobs.Job:
+        command = [sys.executable, "-c", code, str(shown / run_id), str(steps)]
+        started.append(jobs.start(command, run_id=run_id, out=shown, steps=steps))
+        return started[-1]
+
+    yield start_
+    for job in started:
+        if jobs.is_alive(job):
+            psutil.Process(job.pid).kill()
+
+
+def until(what: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def recorded(job: jobs.Job) -> int:
+    return len(Run(job.run_path).steps("train")) if (job.run_path / "run.json").exists() else 0
+
+
+def words(test: AppTest) -> str:
+    assert not test.exception, test.exception
+    kinds = (test.subheader, test.markdown, test.caption, test.info, test.error, test.code)
+    return "\n".join(element.value for kind in kinds for element in kind)
+
+
+def test_nothing_recorded_yet_says_how(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    text = words(open_page("recording"))
+    assert "Nothing is being recorded" in text
+    assert f"routescope record --balancer none --steps 400 --out {shown}" in text
+
+
+def test_a_recording_is_watched_cancelled_and_opened(
+    start: Callable[..., jobs.Job], open_page: Callable[..., AppTest]
+) -> None:
+    job = start()
+    until(lambda: recorded(job) >= 3)
+    test = open_page("recording")
+    assert r"A \*new\* run" in words(test)
+    assert "of 100000 now" in words(test)
+    test.button(key="cancel_new").click().run()
+    until(lambda: not jobs.is_alive(job))
+    kept = recorded(job)
+    test.run()
+    assert rf"**A \*new\* run** cancelled after {kept} of 100000 steps; they are kept" in words(test)
+    test.button(key="open_new").click().run()
+    assert not test.exception
+    assert test.query_params["run"] == "new"
+    assert test.sidebar.selectbox(key="run").value == "new"
+    assert test.title[0].value != "Recording"
+
+
+def test_a_finished_recording_opens_by_itself_where_it_was_watched(
+    start: Callable[..., jobs.Job], open_page: Callable[..., AppTest]
+) -> None:
+    job = start(steps=100)
+    until(lambda: recorded(job) >= 1)
+    test = open_page("recording")
+    assert test.title[0].value == "Recording"
+    until(lambda: not jobs.is_alive(job))
+    test.run()
+    assert not test.exception
+    assert test.title[0].value != "Recording"
+    assert test.query_params["run"] == "new"
+    later = open_page("recording")
+    assert later.title[0].value == "Recording", "one that ended before is offered, not opened"
+    assert "finished, 100 steps in" in words(later)
+
+
+def test_several_at_once_are_all_shown_and_none_opens_while_another_runs(
+    start: Callable[..., jobs.Job], open_page: Callable[..., AppTest]
+) -> None:
+    short, long = start(run_id="short", steps=60), start(run_id="long")
+    until(lambda: min(recorded(short), recorded(long)) >= 1)
+    test = open_page("recording")
+    assert {button.key for button in test.button} >= {"cancel_short", "cancel_long"}
+    until(lambda: not jobs.is_alive(short))
+    test.run()
+    assert test.title[0].value == "Recording"
+    assert {button.key for button in test.button} >= {"open_short", "cancel_long"}
+
+
+def test_a_failure_shows_one_line_and_no_traceback(
+    start: Callable[..., jobs.Job], open_page: Callable[..., AppTest]
+) -> None:
+    job = start(code="import sys; print('Traceback'); sys.exit('routescope: --corpus none.txt is empty')")
+    until(lambda: not jobs.is_alive(job))
+    test = open_page("recording")
+    assert "failed after 0 of 100000 steps" in words(test)
+    assert [error.value for error in test.error] == ["--corpus none.txt is empty"]
+
+
+def test_other_pages_tell_of_a_recording_until_it_is_seen(
+    start: Callable[..., jobs.Job], open_page: Callable[..., AppTest], shown: Path, write_run: Callable[..., Path]
+) -> None:
+    write_run(shown, "old", range(3))
+    job = start()
+    until(lambda: recorded(job) >= 1)
+    test = open_page("overview", run="old")
+    assert not test.exception
+    assert test.sidebar.button(key="watch")
+    assert jobs.cancel(job)
+    until(lambda: not jobs.is_alive(job))
+    test.run()
+    assert r"A \*new\* run: cancelled" in [caption.value for caption in test.sidebar.caption]
+    test.sidebar.button(key="notice_open_new").click().run()
+    assert test.query_params["run"] == "new"
+    assert not any("cancelled" in caption.value for caption in test.sidebar.caption)
