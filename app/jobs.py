@@ -165,6 +165,12 @@ def state(job: Job) -> State:
     return "cancelled" if job.cancelled else "failed"
 
 
+def is_deleted(job: Job) -> bool:
+    """Whether the job recorded its run to an end of some kind and someone has deleted that run since."""
+    # `routescope record` prints the run's path when there is something there.
+    return not job.run_path.exists() and not is_alive(job) and str(job.run_path) in log_lines(job)
+
+
 def cancel(job: Job) -> bool:
     """Ask a recording to stop (SIGTERM to its process group); what is recorded stays.
 

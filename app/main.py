@@ -10,7 +10,6 @@ st.set_page_config(
     page_title="routescope",
     page_icon=str(Path(__file__).with_name("icon.svg")),
     layout="wide",
-    initial_sidebar_state="expanded",
 )
 pages = navigation.pages()
 page = st.navigation(pages, position="hidden")

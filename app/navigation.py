@@ -16,50 +16,19 @@ class View:
     name: str
     title: str
     icon: str
-    help: str
 
     def __call__(self) -> None:
         importlib.import_module(f"app.views.{self.name}").render()
 
 
 VIEWS = (
-    View(name="runs", title="Runs", icon=":material/list:", help="Every recorded run, and how it ended."),
-    View(
-        name="overview",
-        title="Overview",
-        icon=":material/monitoring:",
-        help="Is the load balanced, and when did it collapse?",
-    ),
-    View(
-        name="replay",
-        title="Replay",
-        icon=":material/play_circle:",
-        help="Load and bias of every expert, step by step.",
-    ),
-    View(
-        name="tokens",
-        title="Tokens",
-        icon=":material/text_fields:",
-        help="Which expert does each token go to?",
-    ),
-    View(
-        name="layouts",
-        title="Layouts",
-        icon=":material/view_column:",
-        help="Dense and MoE layers, and their parameters.",
-    ),
-    View(
-        name="compare",
-        title="Compare",
-        icon=":material/compare_arrows:",
-        help="Two or more runs on one scale.",
-    ),
-    View(
-        name="recording",
-        title="Recording",
-        icon=":material/fiber_manual_record:",
-        help="Recordings in progress.",
-    ),
+    View(name="runs", title="Runs", icon=":material/list:"),
+    View(name="overview", title="Overview", icon=":material/monitoring:"),
+    View(name="replay", title="Replay", icon=":material/play_circle:"),
+    View(name="tokens", title="Tokens", icon=":material/text_fields:"),
+    View(name="layouts", title="Layouts", icon=":material/view_column:"),
+    View(name="compare", title="Compare", icon=":material/compare_arrows:"),
+    View(name="recording", title="Recording", icon=":material/fiber_manual_record:"),
 )
 
 
@@ -69,7 +38,7 @@ def pages() -> list[Any]:
     first = VIEWS[0]
     # A default page gives up its own url_path, so the root is a page apart and /runs keeps working.
     return [
-        *(st.Page(view, title=view.title, url_path=view.name, help=view.help) for view in VIEWS),
+        *(st.Page(view, title=view.title, url_path=view.name) for view in VIEWS),
         st.Page(first, title=first.title, url_path="home", default=True, visibility="hidden"),
     ]
 

@@ -11,8 +11,12 @@ _DONE_WITH = "_recordings_done_with"
 
 
 def all_jobs() -> list[jobs.Job]:
-    """Every recording into a folder that is shown and can be written, newest first in each folder."""
-    return [job for folder in data.shown_folders() if not folder.read_only for job in jobs.jobs(folder.path)]
+    """Every recording into a folder that is shown and can be written, newest first in each folder.
+
+    Without those whose runs have been deleted since.
+    """
+    writable = [folder.path for folder in data.shown_folders() if not folder.read_only]
+    return [job for path in writable for job in jobs.jobs(path) if not jobs.is_deleted(job)]
 
 
 def active(found: list[jobs.Job]) -> list[jobs.Job]:

@@ -42,18 +42,31 @@ class CommandError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; print one line and exit with its code on any error that a person can act on."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = cli(args=None if arguments is None else list(arguments), standalone_mode=False)
+        code = cli(args=given, standalone_mode=False)
     except CommandError as error:
         _fail(str(error), error.exit_code)
     except TyperException as error:
-        _fail(error.format_message().strip() or "see routescope --help", error.exit_code)
+        _fail(_with_value(error.format_message().strip(), given) or "see routescope --help", error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         _fail("cancelled", CANCELLED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing more
         sys.exit(DONE)
     sys.exit(code if isinstance(code, int) else DONE)
+
+
+def _with_value(message: str, given: Sequence[str]) -> str:
+    """The parser's message with the value that was typed, which it leaves out of some."""
+    match = re.match(r"Invalid value for '(?P<option>--[a-z-]+)': (?P<why>.*)", message, flags=re.DOTALL)
+    if match is None:
+        return " ".join(message.split())
+    option = match["option"]
+    typed = [after for at, after in zip(given, given[1:], strict=False) if at == option]
+    typed += [text.partition("=")[2] for text in given if text.startswith(f"{option}=")]
+    value = f" {typed[-1]!r}" if typed and repr(typed[-1]) not in match["why"] else ""
+    return " ".join(f"invalid value for {option}{value}: {match['why']}".split())
 
 
 def _fail(message: str, code: int) -> None:

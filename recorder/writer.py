@@ -421,7 +421,8 @@ class RunWriter:
             replace_manifest(self.path, self._manifest)
 
     def _close(self, status: str, error: str | None) -> None:
-        self._manifest |= {"status": status, "error": error}
+        # a closed run has no process: whom it was written by is nobody's business once it can no longer be watched
+        self._manifest |= {"status": status, "error": error, "process": None}
         self._closed = True
         self._beat()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from plotly.subplots import make_subplots
 
 from app.figures.inputs import Curve, ReferenceLine
@@ -280,3 +280,14 @@ def _add_restart(fig: go.Figure, step: int, theme: Theme, place: dict[str, int])
         annotation_position="top left",
         **place,
     )
+
+
+def sparkline(values_S: ArrayLike, points: int = 60) -> list[float]:
+    """Values for a small line in a table cell, at most `points` of them, minima and maxima kept.
+
+    values_S: (S,) in step order; what is not finite is left out, since a table's line chart cannot show gaps.
+    """
+    values = np.asarray(values_S, dtype=np.float64)
+    values = values[np.isfinite(values)]
+    _, kept = downsample(np.arange(len(values)), values, max(points, _MIN_POINTS))
+    return [float(v) for v in kept]

@@ -24,7 +24,7 @@ from app.figures.pooling import (
     pool_experts,
     step_columns,
 )
-from app.figures.theme import BEYOND_Z, Theme, figure_layout, load_coloraxis, load_z, palette
+from app.figures.theme import BEYOND_Z, Theme, figure_layout, load_coloraxis, load_z, palette, undimmed
 from moe_core.metrics import load_ratio
 
 MAX_COLUMNS = 400  # of all panels of a row there are about 800 pixels, and a column wants one of its own

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from app.figures.labels import next_step, plain, si
 from app.figures.pooling import expert_groups, group_labels, pool_experts
-from app.figures.theme import Theme, figure_layout, load_coloraxis, load_z, palette
+from app.figures.theme import Theme, figure_layout, load_coloraxis, load_z, palette, undimmed
 from moe_core.metrics import load_ratio
 
 MAX_ROWS = 64

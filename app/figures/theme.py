@@ -298,8 +298,8 @@ def figure_layout(
         top += _TITLE_LINE * (title_text.count("<br>") + 1)
     if note_text:
         top += 4 + _NOTE_LINE * (note_text.count("<br>") + 1)
-    if legend:
-        top += 30
+    legend_room = _legend_height(fig, wrap_at) if legend else 0
+    top += legend_room
     total = height + top
     text = f"<b>{title_text}</b>" if title_text else ""
     if note_text:
@@ -337,7 +337,7 @@ def figure_layout(
             "orientation": "h",
             "x": 0,
             "xanchor": "left",
-            "y": 1 - (top - 34 - head) / total,
+            "y": 1 - (top - legend_room - head - 4) / total,
             "yref": "container",
             "yanchor": "top",
             "font": {"size": 13, "color": p.text},
@@ -351,6 +351,14 @@ def figure_layout(
     if y_title is not None:
         fig.update_yaxes(title_text=y_title)
     return fig
+
+
+def _legend_height(fig: go.Figure, wrap_at: int) -> int:
+    """Pixels that the legend above the panels takes, from the length of its entries: it wraps by itself."""
+    names = {str(trace.name) for trace in fig.data if trace.showlegend is not False and trace.name}
+    longest = max((len(name) for name in names), default=0)
+    a_row = max(1, wrap_at * 10 // (56 + 8 * longest))  # plotly gives every entry the width of the longest
+    return 2 + 29 * max(1, -(-len(names) // a_row))
 
 
 def undimmed(text_colour: str, opacity: float = 1.0) -> dict[str, Any]:

@@ -81,9 +81,7 @@ def _so_far(job: jobs.Job, run: Run) -> None:
     )
     layers = list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
     series = [data.load_series(run, layer) for layer in layers]
-    st.caption(
-        "A falling loss means it learns. Pale colours: all experts are used; red and purple: a few take all."
-    )
+    st.caption("A falling loss means it learns. Pale colours: all experts are used; red and purple: a few take all.")
     left, right = st.columns([2, 3])
     with left:
         figure = metric_curves([loss], title="Loss so far", y_title="loss (nats per token)", theme=theme, wrap_at=40)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from app.figures.balance_curves import pooled_shares, share_area, unused_curves, violation_curves
-from app.figures.curves import metric_curves
+from app.figures.curves import metric_curves, sparkline
 from app.figures.inputs import Curve, LoadSeries, ReferenceLine
 from app.figures.theme import categorical_colour
 
@@ -232,3 +232,21 @@ def test_experts_that_are_hardly_used_have_no_colour():
         "expert 3 · 60%",
         "expert 9 · 40%",
     ]
+
+
+def test_sparkline_keeps_the_spike():
+    values = np.zeros(1000)
+    values[321] = 7
+    short = sparkline(np.append(values, [np.nan, np.inf]), points=40)
+    assert len(short) <= 40
+    assert max(short) == 7
+    assert sparkline([1, 2]) == [1.0, 2.0]
+    assert sparkline([]) == []
+
+
+def test_many_long_run_names_get_room_for_their_legend():
+    def top(count):
+        curves = [curve([1, 2], group=f"a run with quite a long name {i}", colour=i) for i in range(count)]
+        return metric_curves(curves, title="t", y_title="v").layout.margin.t
+
+    assert top(12) >= top(2) + 22

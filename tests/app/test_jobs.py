@@ -152,6 +152,14 @@ def test_a_killed_recording_has_failed_and_can_be_read(start: Callable[..., jobs
     assert jobs.progress(job, run).done == len(run.steps("train")) >= 5
 
 
+def test_a_run_deleted_later_is_no_failure(start: Callable[..., jobs.Job]) -> None:
+    job = start("import sys; print(sys.argv[1])")
+    until(lambda: not jobs.is_alive(job))
+    assert jobs.is_deleted(job)
+    assert not jobs.is_deleted(start("import sys; sys.exit('routescope: no')", run_id="failed"))
+    assert not jobs.is_deleted(start(steps=1, run_id="there"))
+
+
 def test_r20_a_run_id_is_taken_once(start: Callable[..., jobs.Job], tmp_path: Path) -> None:
     start()
     with pytest.raises(FileExistsError, match="mine"):

@@ -1,0 +1,45 @@
+# Two commands for a newcomer, on a fresh machine: `make app` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: app test lint format sample-runs bench clean
+
+app: $(VENV)/.installed
+	$(BIN)/routescope app
+
+test: $(VENV)/.installed-test
+	sh tests/browser/install_chromium.sh
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+sample-runs: $(VENV)/.installed
+	ROUTESCOPE="$(abspath $(BIN)/routescope)" sample_runs/record.sh
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python benchmarks/balancing.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch first and alone: asked for together with others, pip may settle on another build of it
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): a few minutes the first time."
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) --editable '.[test,lint,hf]'
+	@touch $@

@@ -1,0 +1,241 @@
+"""The `routescope` command as a person runs it: real processes, real runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+SMALL = ["--steps", "6", "--batch-size", "4", "--seq-len", "16", "--num-experts", "4", "--d-model", "16"]
+SMALL += ["--d-ff", "16", "--expert-d-ff", "16", "--num-heads", "2", "--decisions-every", "2", "--probe-every", "3"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "recorder.cli", *map(str, arguments)]
+
+
+def run(*arguments, cwd=None):
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, cwd=cwd)
+
+
+def record(out, *arguments):
+    result = run("record", *SMALL, "--out", out, *arguments)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cli") / "runs"
+    result = record(out, "--run-id", "first", "--balancer", "aux", "--name", "A name")
+    assert result.stdout.splitlines()[-1] == str(out / "first")
+    return out
+
+
+def tables(path):
+    """Every table as plain rows, the times of this machine left out."""
+    rows = {}
+    for name in ("steps", "layer_stats", "decisions", "tokens"):
+        frame = pq.read_table(path / name).drop_columns(["wall_time_s"] if name == "steps" else [])
+        rows[name] = frame.to_pylist()
+    return rows
+
+
+def test_a_run_has_what_was_asked_for(recorded):
+    manifest = json.loads((recorded / "first" / "run.json").read_text())
+    assert (manifest["status"], manifest["last_step"], manifest["name"]) == ("finished", 5, "A name")
+    assert manifest["config"]["balancer"] == "aux"
+    rows = tables(recorded / "first")
+    assert [(r["phase"], r["step"]) for r in rows["steps"] if r["phase"] == "train"] == [("train", s) for s in range(6)]
+    assert [r["step"] for r in rows["steps"] if r["phase"] == "probe"] == [0, 3, 5]
+    assert sorted({r["step"] for r in rows["decisions"] if r["phase"] == "train"}) == [0, 2, 4]
+    assert sorted({r["step"] for r in rows["decisions"] if r["phase"] == "probe"}) == [0, 3, 5]
+    assert {r["layer"] for r in rows["layer_stats"]} == {1, 3}
+    probes = {}
+    for row in rows["tokens"]:
+        if row["phase"] == "probe":
+            probes.setdefault(row["step"], []).append((row["token_id"], row["text"], row["domain"]))
+    assert probes[0] == probes[3] == probes[5]
+    assert {domain for _, _, domain in probes[0]} == {"code", "prose", "arithmetic", "data"}
+    loss = [r for r in rows["steps"] if r["phase"] == "train"]
+    assert all(r["loss"] == pytest.approx(r["ce_loss"] + r["aux_loss"], rel=1e-6) for r in loss)
+
+
+def test_same_seed_same_run_and_another_seed_another(recorded, tmp_path):
+    record(tmp_path, "--run-id", "again", "--balancer", "aux")
+    record(tmp_path, "--run-id", "other", "--balancer", "aux", "--seed", "1")
+    first = tables(recorded / "first")
+    assert tables(tmp_path / "again") == first
+    assert tables(tmp_path / "other") != first
+
+
+def test_runs_differ_in_the_balancer_alone(recorded, tmp_path):
+    record(tmp_path, "--run-id", "none", "--balancer", "none")
+    ours, theirs = tables(recorded / "first"), tables(tmp_path / "none")
+    # same data, same first weights: the first step's decisions are the same
+    assert [r for r in ours["tokens"] if r["step"] == 0] == [r for r in theirs["tokens"] if r["step"] == 0]
+    train = [[r for r in t["decisions"] if r["step"] == 0 and r["phase"] == "train"] for t in (ours, theirs)]
+    assert train[0] == train[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--balancer", "sign-bias", "--balancer", "aux", "--z-coef", "0.001"],
+        ["--balancer", "quantile", "--router", "sigmoid", "--top-k", "2", "--num-shared-experts", "1"],
+        ["--noise-std", "0.1", "--capacity-factor", "1.0", "--dispatcher", "naive", "--moe-frequency", "1"],
+    ],
+)
+def test_the_options_train(tmp_path, options):
+    record(tmp_path, "--run-id", "run", *options)
+    stats = pq.read_table(tmp_path / "run" / "layer_stats").to_pandas()
+    top_k = 2 if "--top-k" in options else 1
+    assert (stats.load.map(np.sum) == stats.tokens * top_k).all()
+    assert (stats.tokens == 64).all()
+
+
+def test_own_text_becomes_domains(tmp_path):
+    (tmp_path / "poems.txt").write_text("roses are red, violets are blue; " * 200)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "one.md").write_text("a note about routers and experts.\n" * 200)
+    record(tmp_path, "--run-id", "run", "--corpus", tmp_path / "poems.txt", "--corpus", tmp_path / "notes")
+    domains = json.loads((tmp_path / "run" / "run.json").read_text())["domains"]
+    assert domains == ["code", "prose", "arithmetic", "data", "poems", "notes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--top-k", "9", "--num-experts", "4"], "--top-k 9 is more than --num-experts 4"),
+        (["--balancer", "magic"], "--balancer 'magic' is unknown; choose one of none, aux, sign-bias, quantile"),
+        (["--steps", "0"], "--steps 0 is not between 1 and"),
+        (["--steps", "many"], "many"),
+        (["--router", "relu"], "relu"),
+        (["--lr", "nan"], "--lr nan"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--corpus", "missing.txt"], "missing.txt"),
+        (["--run-id", "../escape"], "'../escape'"),
+        (["--moe-frequency", "5", "--num-layers", "4"], "--moe-frequency 5"),
+        (["--vocab-size", "10"], "10"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line_and_exit_2(tmp_path, options, message):
+    result = run("record", "--out", tmp_path / "runs", *options)
+    lines = result.stderr.strip().splitlines()
+    assert result.returncode == 2, result.stderr
+    assert message in lines[-1]
+    assert lines[-1].startswith("routescope: ")
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_a_taken_run_id_is_refused_and_nothing_is_lost(recorded):
+    before = tables(recorded / "first")
+    result = run("record", *SMALL, "--out", recorded, "--run-id", "first")
+    assert result.returncode == 2
+    assert "first" in result.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert tables(recorded / "first") == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_cancelling_keeps_what_is_there(tmp_path, number):
+    path = tmp_path / "run"
+    process = subprocess.Popen(
+        command("record", *SMALL, "--steps", "100000", "--out", tmp_path, "--run-id", "run"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not list((path / "steps").glob("part-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out.splitlines()[-1] == str(path)
+    assert "cancelled" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    manifest = json.loads((path / "run.json").read_text())
+    assert manifest["status"] == "cancelled"
+    steps = pq.read_table(path / "steps").to_pandas()
+    assert len(steps[steps.phase == "train"]) == manifest["last_step"] + 1 > 0
+    row = json.loads(run("runs", tmp_path, "--json").stdout)[0]
+    assert (row["status"], row["last_step"]) == ("cancelled", manifest["last_step"])
+
+
+def test_runs_and_summary_print_json_for_programs(recorded):
+    rows = json.loads(run("runs", recorded, "--json").stdout)
+    assert [row["run_id"] for row in rows] == ["first"]
+    expected = {"run_id", "name", "path", "status", "balancer", "num_experts", "top_k", "last_step", "loss"}
+    assert set(rows[0]) == expected | {"max_violation", "dead_experts", "idle_experts"}
+    summary = json.loads(run("summary", recorded / "first", "--json", "--window", "4").stdout)
+    stats = pq.read_table(recorded / "first" / "layer_stats").to_pandas()
+    train = stats[(stats.phase == "train") & (stats.step >= 2)]
+    for layer in summary["layers"]:
+        loads = np.stack(train[train.layer == layer["layer"]].load)
+        assert layer["max_violation_window"] == pytest.approx(loads.sum(0).max() / loads.sum(0).mean() - 1)
+        assert layer["max_violation"] == pytest.approx((loads.max(1) / loads.mean(1) - 1).mean())
+        assert layer["dead_ids"] == np.flatnonzero(loads.sum(0) == 0).tolist()
+        assert layer["drop_rate"] is None
+    steps = pq.read_table(recorded / "first" / "steps").to_pandas()
+    last = steps[(steps.phase == "train") & (steps.step >= 2)]
+    assert summary["losses"]["ce_loss"] == pytest.approx(last.ce_loss.mean())
+    assert summary["window"] == 4
+    assert "max_violation_window" in run("summary", recorded / "first").stdout
+    assert "first" in run("runs", recorded).stdout
+
+
+def test_summary_finds_a_run_by_its_id_and_says_where_it_looked(recorded):
+    assert run("summary", "first", cwd=recorded.parent).returncode == 0
+    missing = run("summary", "nope", cwd=recorded.parent)
+    assert missing.returncode == 2
+    assert "nope" in missing.stderr
+    assert "runs/nope" in missing.stderr
+    assert len(missing.stderr.strip().splitlines()) == 1
+
+
+def test_unreadable_runs_and_empty_folders_are_said_in_one_line(tmp_path):
+    assert "no runs in" in run("runs", tmp_path).stdout
+    assert json.loads(run("runs", tmp_path, "--json").stdout) == []
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    listed = run("runs", tmp_path)
+    assert listed.returncode == 0
+    assert "broken" in listed.stderr
+    assert "Traceback" not in listed.stderr
+    opened = run("summary", tmp_path / "broken")
+    assert opened.returncode == 1
+    assert len(opened.stderr.strip().splitlines()) == 1
+    missing = run("runs", tmp_path / "nowhere")
+    assert missing.returncode == 2
+    assert "nowhere" in missing.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(recorded):
+    text = f"{sys.executable} -m recorder.cli summary {recorded / 'first'} --json | head -1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", text], capture_output=True, text=True, timeout=60)
+    assert result.stderr == ""
+
+
+def test_app_refuses_a_missing_folder(tmp_path):
+    result = run("app", tmp_path / "nowhere")
+    assert result.returncode == 2
+    assert "nowhere" in result.stderr
+
+
+def test_reading_commands_load_no_torch(recorded):
+    code = (
+        "import sys, recorder.cli\n"
+        "try: recorder.cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    arguments = [sys.executable, "-c", code, "summary", str(recorded / "first")]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env={**os.environ})
+    assert result.returncode == 0, result.stderr
