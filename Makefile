@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: app test lint format sample-runs bench clean
+.PHONY: app test lint format sample-runs clean
 
 app: $(VENV)/.installed
 	$(BIN)/routescope app
@@ -25,9 +25,6 @@ format: $(VENV)/.installed-test
 
 sample-runs: $(VENV)/.installed
 	ROUTESCOPE="$(abspath $(BIN)/routescope)" sample_runs/record.sh
-
-bench: $(VENV)/.installed-test
-	$(BIN)/python benchmarks/balancing.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

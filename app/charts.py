@@ -51,9 +51,12 @@ def show(
     return points
 
 
-def table(frame: pd.DataFrame, *, key: str) -> None:
-    """Draw a table and offer it as CSV."""
-    st.dataframe(frame, hide_index=True, width="stretch", key=key)
+def table(frame: pd.DataFrame, *, key: str, columns: dict[str, Any] | None = None) -> None:
+    """Draw a table and offer it as CSV.
+
+    columns  settings of columns (`st.column_config`), their definitions in the help texts above all
+    """
+    st.dataframe(frame, hide_index=True, width="stretch", key=key, column_config=columns, placeholder="-")
     st.download_button(
         "Save as CSV",
         data=lambda: frame.to_csv(index=False).encode(),

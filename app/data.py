@@ -23,7 +23,7 @@ from app import folders
 from app.figures.inputs import LoadSeries
 from moe_core import metrics
 from recorder.reader import Run, RunInfo, list_runs
-from recorder.summary import run_row
+from recorder.summary import run_row, summarise
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Listed:
 class LayerStats:
     """`layer_stats` of one layer as arrays over the recorded steps, ascending. Not writable.
 
-    load_SE, dropped_SE int64 (float64 only where a foreign writer recorded fractions); gate_mass_SE, mean_prob_SE
+    load_SE int64 (float64 only where a foreign writer recorded fractions); gate_mass_SE, mean_prob_SE, dropped_SE
     float64, NaN where not recorded; expert_bias_SE float64, the bias used in that step, None where there never was
     one. The rest (S,) float64, NaN where not recorded: tokens routed, assignments the bias changed, invalid rows,
     router entropy (0 to 1), normalised aux loss (uniform = 1), z-loss.
@@ -164,6 +164,11 @@ def phases(run: Run) -> list[str]:
     found = set(steps(run, None)["phase"].unique())
     order = ("train", "probe", "eval", "generate")
     return [phase for phase in order if phase in found] + sorted(found - set(order))
+
+
+def summary(run: Run, window: int = 50) -> dict[str, Any]:
+    """`recorder.summary.summarise(run, window)`. Cached."""
+    return _frame(*_key(run), "summary", (window,), lambda: summarise(run, window))
 
 
 def layer_stats(run: Run, layer: int, phase: str = "train") -> LayerStats:
@@ -286,7 +291,7 @@ def _layer_stats(path: Path, fingerprint: int, layer: int, phase: str, _run: Run
         load_SE=load_SE,
         gate_mass_SE=_frozen(_matrix(frame["gate_mass"], num_experts)),
         mean_prob_SE=_frozen(_matrix(frame["mean_prob"], num_experts)),
-        dropped_SE=_counts(_matrix(frame["dropped"], num_experts)),
+        dropped_SE=_frozen(_matrix(frame["dropped"], num_experts)),
         expert_bias_SE=None if np.isnan(bias_SE).all() else _frozen(bias_SE),
         tokens_S=tokens_S,
         rerouted_S=_column(frame, "rerouted"),

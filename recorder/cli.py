@@ -25,7 +25,6 @@ RUNS_FOLDER = Path("runs")
 cli = typer.Typer(
     name="routescope",
     help="Record, read and replay the routing of mixture-of-experts training runs.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -42,7 +41,7 @@ class CommandError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; print one line and exit with its code on any error that a person can act on."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    given = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     try:
         code = cli(args=given, standalone_mode=False)
     except CommandError as error:
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _with_value(message: str, given: Sequence[str]) -> str:
     """The parser's message with the value that was typed, which it leaves out of some."""
-    match = re.match(r"Invalid value for '(?P<option>--[a-z-]+)': (?P<why>.*)", message, flags=re.DOTALL)
+    match = re.match(r"Invalid value for '(?P<option>--[a-z-]+)': (?:Value error, )?(?P<why>.*)", message, flags=re.DOTALL)
     if match is None:
         return " ".join(message.split())
     option = match["option"]

@@ -122,6 +122,7 @@ def token_html(
     colour_experts: Sequence[int] | None = None,
     numbers: int = 2,
     max_tokens: int = MAX_TOKENS,
+    legend: bool = True,
 ) -> str:
     """Sequences as HTML: each token on the ground of its expert, the expert's number small beside it.
 
@@ -130,6 +131,7 @@ def token_html(
     colours by first choice. colour_experts: experts in the order of their colours, at most seven have one; by
     default the busiest of what is shown. Pass the same list for every step and layer switch to keep colours.
     numbers: how many of a token's experts are written beside it. max_tokens: the rest is left out, and said so.
+    legend: False where the page has a legend of its own, for instance over more tokens than are shown.
     Every token carries what hover shows (its text, position, domain, experts with weights) in `title`.
     """
     p = palette(theme)
@@ -160,9 +162,9 @@ def token_html(
         )
     left_out = f'<p class="rs-note">Shown: the first {count:,} of {total:,} tokens.</p>' if total > count else ""
     body = "".join(blocks) or '<p class="rs-note">No tokens to show.</p>'
-    legend = _legend(colours, shares, theme)
+    chips = _legend(colours, shares, theme) if legend else ""
     return (
-        f'{_style(theme)}<div class="rs-tokens rs-{theme}"><h4>{html.escape(title)}</h4>{legend}{body}{left_out}</div>'
+        f'{_style(theme)}<div class="rs-tokens rs-{theme}"><h4>{html.escape(title)}</h4>{chips}{body}{left_out}</div>'
     )
 
 

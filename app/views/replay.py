@@ -1,0 +1,417 @@
+"""Replay: how one layer's experts were loaded at one step, and what changed since the step recorded before it.
+
+Shapes: S recorded steps, E experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import streamlit as st
+from numpy.typing import NDArray
+
+from app import charts, data, player, state
+from app.figures.load_bars import load_bars
+from app.figures.load_heatmap import load_heatmap
+from app.figures.model_map import model_map
+from app.text import plain
+from app.views import empty
+from app.words import NONE, count, percent, value
+from moe_core import metrics
+from recorder.reader import Run
+from recorder.schema import PHASES
+
+CHANGES = 5  # experts listed as gaining or losing most
+STRIP_COLUMNS = 200
+STRIP_ROWS = 32
+MAP_CELLS = 1500
+MAP_NUMBERS = 6_000_000  # loads held in memory for the map of all layers: steps times experts
+
+_IDLE = f"less than {metrics.IDLE_SHARE:g} of the uniform share"
+_TITLE_HELP = (
+    f"Of this step's assignments in this layer alone. Idle: {_IDLE} (assignments / experts). "
+    "The busiest: its load over the uniform share. A single step carries sampling noise; "
+    "Overview judges windows of steps."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """One layer at one recorded step, beside the step recorded before it (None at the first).
+
+    The arrays (E,) are float64, NaN where not recorded; bias_E, before_bias_E None where there is none. The rest are
+    numbers of the step, NaN where not recorded.
+    """
+
+    step: int
+    top_k: int
+    load_E: NDArray[np.float64]
+    gate_mass_E: NDArray[np.float64]
+    mean_prob_E: NDArray[np.float64]
+    dropped_E: NDArray[np.float64]
+    bias_E: NDArray[np.float64] | None
+    tokens: float
+    rerouted: float
+    invalid: float
+    router_entropy: float
+    before_step: int | None
+    before_load_E: NDArray[np.float64] | None
+    before_bias_E: NDArray[np.float64] | None
+    before_tokens: float
+
+    @property
+    def assignments(self) -> float:
+        return float(self.load_E.sum())
+
+
+def moment(stats: data.LayerStats, step: int) -> Moment:
+    """What `stats` holds of `step`. Raises ValueError where that step was not recorded."""
+    row = stats.at(step)
+    before = row - 1 if row else None
+
+    def bias(at: int | None) -> NDArray[np.float64] | None:
+        if at is None or stats.expert_bias_SE is None or not np.isfinite(stats.expert_bias_SE[at]).any():
+            return None
+        return np.asarray(stats.expert_bias_SE[at], dtype=np.float64)
+
+    return Moment(
+        step=step,
+        top_k=stats.top_k,
+        load_E=stats.load_SE[row].astype(np.float64),
+        gate_mass_E=stats.gate_mass_SE[row],
+        mean_prob_E=stats.mean_prob_SE[row],
+        dropped_E=stats.dropped_SE[row].astype(np.float64),
+        bias_E=bias(row),
+        tokens=float(stats.tokens_S[row]),
+        rerouted=float(stats.rerouted_S[row]),
+        invalid=float(stats.invalid_S[row]),
+        router_entropy=float(stats.router_entropy_S[row]),
+        before_step=None if before is None else int(stats.steps_S[before]),
+        before_load_E=None if before is None else stats.load_SE[before].astype(np.float64),
+        before_bias_E=bias(before),
+        before_tokens=float("nan") if before is None else float(stats.tokens_S[before]),
+    )
+
+
+def render() -> None:
+    """Draw the page."""
+    head = st.container()  # the title tells of the step, which is known only further down
+    run = empty.require_run()
+    if run is None:
+        head.title("Replay")
+        return
+    layers = list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
+    wanted = state.wanted("layer")
+    layer = next((index for index in layers if str(index) == wanted), layers[0])
+    phase = next((name for name in PHASES if data.layer_stats(run, layer, name).steps_S.size), None)
+    if phase is None:
+        head.title("Replay")
+        state.pick_layer(run)
+        st.info(f"No load of layer {layer} is recorded in this run. Pick another layer, or another run in the sidebar.")
+        return
+    if phase != "train":
+        st.caption(f"This run recorded no load while training: the steps shown are of phase {phase}.")
+    stats = data.layer_stats(run, layer, phase)
+    others = _all_layers(run, layers, stats)
+    player.replay(
+        stats.steps_S.tolist(), lambda step: _draw(step, run=run, stats=stats, others=others, phase=phase, head=head)
+    )
+
+
+def _draw(
+    step: int,
+    *,
+    run: Run,
+    stats: data.LayerStats,
+    others: dict[int, data.LayerStats],
+    phase: str,
+    head: Any,
+) -> None:
+    theme = charts.theme()
+    now = moment(stats, step)
+    series = data.load_series(run, stats.layer, phase)
+    if stats.steps_S.size > 1:
+        charts.show(
+            _strip(series, step, state.wanted("expert"), theme),
+            key="replay_strip",
+            alt=f"Load of every expert of layer {stats.layer} over the whole run; a line marks step {step}.",
+        )
+    picture, side = st.columns([5, 1.2], gap="medium")
+    with side:
+        if state.pick_layer(run) != stats.layer:
+            st.rerun()  # steps and loads of the layer are read where the whole page runs
+        expert = state.pick_expert(stats.num_experts, label="Highlight")
+        _numbers_of_step(now)
+    head.title(title_of(stats.layer, now), help=_TITLE_HELP)
+    with picture:
+        _bars(run, stats, now, expert, theme)
+    _changes(now, has_more=stats.steps_S.size > 1)
+    if others:
+        _map(run, others, step, (stats.layer, expert), theme)
+
+
+def title_of(layer: int, now: Moment) -> str:
+    """The page's answer for this step, computed."""
+    where = f"Step {now.step:,}, layer {layer}"
+    busiest = float(np.max(metrics.load_ratio(now.load_E)))
+    if np.isnan(busiest):
+        return f"{where}: {'no tokens' if now.tokens == 0 else 'no load recorded'}"
+    idle = int(metrics.idle_experts(now.load_E))
+    said = f"{idle} of {len(now.load_E)} experts idle" if idle else "no expert idle"
+    return f"{where}: {said}, the busiest at {busiest:.1f}x"
+
+
+def _numbers_of_step(now: Moment) -> None:
+    experts = len(now.load_E)
+    violation = float(metrics.max_violation(now.load_E))
+    bound = metrics.max_violation_bound(experts, now.top_k)
+    idle, dead = float(metrics.idle_experts(now.load_E)), float(metrics.dead_experts(now.load_E))
+    st.metric(
+        "Max violation",
+        value(violation),
+        help="Of this step's load c per expert (batch value): max(c) / mean(c) - 1. 0 is balanced; at most "
+        f"experts / top-k - 1 = {value(bound)} here.",
+    )
+    st.metric(
+        "Idle experts",
+        NONE if np.isnan(idle) else f"{idle:.0f} of {experts}",
+        help=f"Experts with {_IDLE} in this step, those with no assignment included.",
+    )
+    st.metric(
+        "Router entropy",
+        value(now.router_entropy),
+        help="Mean over the step's tokens of H(p) / ln E, p the router's probabilities: 1 is no preference, "
+        "0 is certain. It says how decided the router is, not how balanced the load is.",
+    )
+    rerouted = float(metrics.rerouted_share(now.rerouted, now.assignments))
+    dropped = float(now.dropped_E.sum())
+    lines = [
+        (f"{value(now.tokens)} tokens", "Real tokens routed in this step; padding is not counted."),
+        (f"{value(now.assignments)} assignments", f"Tokens times top-{now.top_k}, counted before capacity drops any."),
+        (f"Dead: {value(dead)} experts", "Experts that got no assignment in this step; by chance, perhaps."),
+        (
+            f"Rerouted: {percent(rerouted, 1)}",
+            "Assignments that the selection bias changed, over all assignments; - where no bias is used.",
+        ),
+        (
+            f"Dropped: {value(dropped)}" + ("" if np.isnan(dropped) else f" ({_share(dropped, now.assignments)})"),
+            "Assignments that an expert's capacity dropped; - where capacity is not limited.",
+        ),
+    ]
+    if now.invalid > 0:
+        lines.append(
+            (f"Not routed: {value(now.invalid)} tokens", "Rows whose logits were not finite; in no other count.")
+        )
+    for text, help_ in lines:
+        st.caption(text, help=help_)
+
+
+def _share(part: float, whole: float) -> str:
+    return percent(float(metrics.drop_rate(part, whole)), 1)
+
+
+def _bars(run: Run, stats: data.LayerStats, now: Moment, expert: int | None, theme: Any) -> None:
+    bias_range = _bias_range(stats)
+    st.caption(
+        "Look for bars at the foot (purple: next to nothing) beside one that stands far above 1. "
+        "Dashes mark the step recorded before, diamonds each expert's share of the gate weights."
+    )
+    figure = load_bars(
+        now.load_E,
+        top_k=now.top_k,
+        title=f"Load{' and bias' if bias_range else ''} per expert, layer {stats.layer}, step {now.step:,}",
+        theme=theme,
+        # Marks without a place at the first step: with none at all the legend would grow at the second.
+        previous_load_E=np.full_like(now.load_E, np.nan) if now.before_load_E is None else now.before_load_E,
+        previous_step=now.before_step,
+        gate_mass_E=None if np.isnan(now.gate_mass_E).all() else now.gate_mass_E,
+        bias_E=now.bias_E,
+        previous_bias_E=None if now.bias_E is None else now.before_bias_E,
+        bias_range=bias_range,
+        highlight=expert,
+        wrap_at=200,  # one line at every step, so that nothing moves
+    )
+    charts.show(
+        figure,
+        key="replay_bars",
+        alt=f"Bars of load over the uniform share, one an expert. {title_of(stats.layer, now)}.",
+        numbers=expert_numbers(now),
+    )
+    if expert is not None:
+        st.caption(_of_expert(now, expert))
+    if bias_range is None:
+        st.caption(f"No bias is drawn: this run's balancer ({_balancer(run, stats.layer)}) uses none for selection.")
+    elif now.bias_E is not None:
+        low, high = int(np.nanargmin(now.bias_E)), int(np.nanargmax(now.bias_E))
+        st.caption(
+            f"Bias used in this step: from {now.bias_E[low]:+.4g} (expert {low}) to {now.bias_E[high]:+.4g} "
+            f"(expert {high}). It is added to the scores for selection only; axes are those of the whole run."
+        )
+
+
+def _of_expert(now: Moment, expert: int) -> str:
+    ratio = float(metrics.load_ratio(now.load_E)[expert])
+    text = f"Expert {expert}: {value(now.load_E[expert])} assignments, {value(ratio)} x the uniform share"
+    if now.before_load_E is not None:
+        text += f", {now.load_E[expert] - now.before_load_E[expert]:+,.0f} since step {now.before_step:,}"
+    if now.bias_E is not None:
+        text += f", bias {now.bias_E[expert]:+.4g}"
+    return text + "."
+
+
+def _changes(now: Moment, *, has_more: bool) -> None:
+    if not has_more:
+        st.caption("Only one step is recorded, so there is nothing to compare it with.")
+        return
+    if now.before_step is None:
+        st.subheader("What changed", anchor=False)
+        st.caption(f"Step {now.step:,} is the first one recorded: there is none before it.")
+    else:
+        st.subheader(f"What changed since step {now.before_step:,}", anchor=False)
+        st.caption(_change_in_words(now))
+    gained, lost = changes(now)
+    for column, heading, frame, key in zip(
+        st.columns(2, gap="medium"), ("Gained most", "Lost most"), (gained, lost), ("gained", "lost"), strict=True
+    ):
+        with column:
+            st.markdown(f"**{heading}**")
+            st.dataframe(
+                frame,
+                hide_index=True,
+                width="stretch",
+                height=35 * (CHANGES + 1) + 3,  # fixed: fewer rows must not move what is below
+                placeholder=NONE,
+                key=f"replay_{key}",
+                column_config={
+                    "change": st.column_config.NumberColumn(format="%+d"),
+                    "bias change": st.column_config.NumberColumn(format="%+.4g"),
+                },
+                alt=f"{heading}: experts, with their assignments at this step and the one before.",
+            )
+
+
+def _change_in_words(now: Moment) -> str:
+    assert now.before_load_E is not None
+    change_E = now.load_E - now.before_load_E
+    moved = f"{count(int((change_E > 0).sum()), 'expert')} gained and {count(int((change_E < 0).sum()), 'expert')} lost"
+    text = f"Assignments of this step less those of the step before: {moved}"
+    if now.tokens != now.before_tokens:
+        text += f"; mind that the tokens went from {value(now.before_tokens)} to {value(now.tokens)}"
+    text += "."
+    if now.bias_E is not None and now.before_bias_E is not None:
+        change_bias_E = now.bias_E - now.before_bias_E
+        most = int(np.nanargmax(np.abs(change_bias_E))) if np.isfinite(change_bias_E).any() else 0
+        changed = int((change_bias_E != 0).sum())
+        text += f" The bias changed for {count(changed, 'expert')}"
+        text += f", most for expert {most} ({change_bias_E[most]:+.4g})." if changed else "."
+    return text
+
+
+def changes(now: Moment) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The experts that gained and that lost most assignments since the step before, most first, ties by expert."""
+    frame = pd.DataFrame({"expert": np.arange(len(now.load_E))})
+    before_E = np.full_like(now.load_E, np.nan) if now.before_load_E is None else now.before_load_E
+    frame["before"], frame["now"], frame["change"] = before_E, now.load_E, now.load_E - before_E
+    if now.bias_E is not None:
+        frame["bias change"] = np.nan if now.before_bias_E is None else now.bias_E - now.before_bias_E
+    gained = frame[frame["change"] > 0].sort_values(["change", "expert"], ascending=[False, True]).head(CHANGES)
+    lost = frame[frame["change"] < 0].sort_values(["change", "expert"]).head(CHANGES)
+    return _whole(gained), _whole(lost)
+
+
+def expert_numbers(now: Moment) -> pd.DataFrame:
+    """Everything the bars are drawn from, a row an expert; columns that were not recorded are left out."""
+    nothing_E = np.full_like(now.load_E, np.nan)
+    before_E = nothing_E if now.before_load_E is None else now.before_load_E
+    bias_E = nothing_E if now.bias_E is None else now.bias_E
+    ratio_E = metrics.load_ratio(now.load_E)
+    frame = pd.DataFrame(
+        {
+            "expert": np.arange(len(now.load_E)),
+            "assignments": now.load_E,
+            "load / uniform share": ratio_E,
+            "share of assignments (%)": 100 * ratio_E / len(now.load_E),
+            "gate weight (sum)": now.gate_mass_E,
+            "share of gate weight (%)": 100 * metrics.load_ratio(now.gate_mass_E) / len(now.load_E),
+            "mean router probability": now.mean_prob_E,
+            "bias": bias_E,
+            "dropped": now.dropped_E,
+            "before": before_E,
+            "change": now.load_E - before_E,
+            "bias change": nothing_E if now.before_bias_E is None else bias_E - now.before_bias_E,
+        }
+    )
+    return _whole(frame.dropna(axis="columns", how="all"))
+
+
+def _whole(frame: pd.DataFrame) -> pd.DataFrame:
+    """Counts as whole numbers, where they are whole."""
+    for name in ("assignments", "before", "now", "change", "dropped"):
+        if name in frame and (frame[name].isna() | (frame[name] % 1 == 0)).all():
+            frame[name] = frame[name].astype("Int64")
+    return frame
+
+
+def _bias_range(stats: data.LayerStats) -> tuple[float, float] | None:
+    """Smallest and largest bias of the whole run; None where there never was one."""
+    if stats.expert_bias_SE is None:
+        return None
+    finite = stats.expert_bias_SE[np.isfinite(stats.expert_bias_SE)]
+    return (float(finite.min()), float(finite.max())) if finite.size else None
+
+
+def _balancer(run: Run, layer: int) -> str:
+    of_layer = next((item.get("balancer") for item in run.moe_layers if item["index"] == layer), None)
+    return plain(str(of_layer or run.config.get("balancer") or "not named"))
+
+
+# ----------------------------------------------------------------------------------------------- where one is
+
+
+def _strip(series: Any, step: int, expert: str | None, theme: Any) -> go.Figure:
+    """The heatmap of the whole run as a thin band without a colour bar: the bars below carry it."""
+    figure = load_heatmap(
+        [series],
+        title="",
+        theme=theme,
+        marker_step=step,
+        max_columns=STRIP_COLUMNS,
+        max_rows=STRIP_ROWS,
+        panel_height=90,
+    )
+    return figure
+
+
+def _all_layers(run: Run, layers: list[int], stats: data.LayerStats) -> dict[int, data.LayerStats]:
+    """The loads of every layer for the map; none where there is one layer, or they would fill the memory."""
+    experts = sum(int(layer.get("num_experts") or 0) for layer in run.moe_layers)
+    if len(layers) < 2 or experts * stats.steps_S.size > MAP_NUMBERS:
+        return {}
+    return {index: data.layer_stats(run, index, stats.phase) for index in layers}
+
+
+def _map(run: Run, others: dict[int, data.LayerStats], step: int, selected: tuple[int, int | None], theme: Any) -> None:
+    loads = {index: stats.load_SE[stats.at(step)] for index, stats in others.items() if step in stats.steps_S}
+    st.caption("All MoE layers at this step; the frame is the layer shown above. Click an expert to look at it there.")
+    clicked = charts.show(
+        model_map(
+            run.manifest["model"]["layers"],
+            title=f"Every layer at step {step:,}",
+            theme=theme,
+            load_by_layer=loads,
+            selected=selected,
+            clickable=True,
+            height=200,
+            max_rows=max(MAP_CELLS // len(others), 8),
+        ),
+        key="replay_map",
+        alt=f"Map of the model's layers and experts in load colours of step {step}.",
+        selectable=True,
+    )
+    for point in clicked:
+        index, number = (int(item) for item in point["customdata"][:2])
+        if index in others:
+            state.choose(layer=index, expert=number if number >= 0 else None)
+            st.rerun()

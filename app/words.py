@@ -1,0 +1,38 @@
+"""Numbers and lists as pages write them: one way for all of them."""
+
+import math
+from collections.abc import Sequence
+
+NONE = "-"  # no value: never a number, and never 0
+
+
+def value(number: float | int | None, digits: int = 3) -> str:
+    """A number with `digits` significant digits, counts in full: "0.0832", "2.95", "1,024"; "-" for None and NaN."""
+    if number is None or (isinstance(number, float) and math.isnan(number)):
+        return NONE
+    if float(number).is_integer() and abs(number) < 1e15:
+        return f"{int(number):,}"
+    if abs(number) >= 10**digits:
+        return f"{number:,.0f}"
+    return f"{number:.{digits}g}"
+
+
+def percent(share: float | None, decimals: int = 0) -> str:
+    """A share of 1 in per cent: "51%"; "-" for None and NaN; "under 1%" for what would round to 0 and is not 0."""
+    if share is None or math.isnan(share):
+        return NONE
+    smallest = 10.0**-decimals
+    if 0 < 100 * share < smallest / 2:
+        return f"under {smallest:.{decimals}f}%"
+    return f"{100 * share:.{decimals}f}%"
+
+
+def count(number: int, one: str, many: str | None = None) -> str:
+    """A count with its word: "1 expert", "1,024 tokens", "no step" for 0."""
+    word = one if number == 1 or number == 0 else (many or f"{one}s")
+    return f"{number:,} {word}" if number else f"no {one}"
+
+
+def listed(names: Sequence[str], last: str = "and") -> str:
+    """Names in a sentence: "a", "a and b", "a, b and c"."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}" if names else ""
