@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from app.figures.theme import OKABE_ITO
 from app.figures.token_text import TokenRows
@@ -213,7 +214,7 @@ def _matrix(column: pd.Series, *, fill: float, width: int | None = None) -> np.n
     lists = pa.chunked_array([pa.array(column)]).combine_chunks()
     if pa.types.is_null(lists.type):
         return np.full((len(lists), width or 0), fill)
-    lengths_T = np.asarray(lists.value_lengths().fill_null(0))
+    lengths_T = np.asarray(pc.list_value_length(lists).fill_null(0))
     widest = int(lengths_T.max(initial=0)) if width is None else width
     if lengths_T.max(initial=0) > widest:
         raise ValueError(f"a list of {lengths_T.max()} values where there are {widest} experts")

@@ -18,12 +18,13 @@ def value(number: float | int | None, digits: int = 3) -> str:
 
 
 def percent(share: float | None, decimals: int = 0) -> str:
-    """A share of 1 in per cent: "51%"; "-" for None and NaN; "under 1%" for what would round to 0 and is not 0."""
+    """A share of 1 in per cent: "51%", "0.4%" (a decimal more below 1%), "<0.1%"; "-" for None and NaN."""
     if share is None or math.isnan(share):
         return NONE
+    decimals = max(decimals, 1 if 0 < share < 0.01 else 0)
     smallest = 10.0**-decimals
     if 0 < 100 * share < smallest / 2:
-        return f"under {smallest:.{decimals}f}%"
+        return f"<{smallest:.{decimals}f}%"
     return f"{100 * share:.{decimals}f}%"
 
 

@@ -101,7 +101,7 @@ def load_bars(
                 mode="markers",
                 marker={
                     "symbol": "diamond",
-                    "size": float(np.clip(600 / experts, 4, 9)),
+                    "size": float(np.clip(300 / experts, 4, 9)),
                     "color": p.ground,
                     "line": {"color": p.text, "width": 1.5},
                 },

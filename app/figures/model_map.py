@@ -287,7 +287,7 @@ def _add_layer_hover(
     """
     p = palette(theme)
     summaries = [layer_summary(layer) for layer in layers]
-    few = len(layers) <= 24
+    few = len(layers) <= 10  # more headings would run into each other
 
     def handles(places: Sequence[tuple[int, float]], name: str, size: int, opacity: float, text: list[str]) -> None:
         fig.add_trace(

@@ -13,9 +13,12 @@ import streamlit as st
 from numpy.typing import NDArray
 
 from app import charts, data, player, state
+from app.figures.inputs import LoadSeries
 from app.figures.load_bars import load_bars
 from app.figures.load_heatmap import load_heatmap
 from app.figures.model_map import model_map
+from app.figures.pooling import expert_groups
+from app.figures.theme import palette
 from app.text import plain
 from app.views import empty
 from app.words import NONE, count, percent, value
@@ -27,14 +30,26 @@ CHANGES = 5  # experts listed as gaining or losing most
 STRIP_COLUMNS = 200
 STRIP_ROWS = 32
 MAP_CELLS = 1500
+_HEADING = 18  # pixels of a panel's heading
 MAP_NUMBERS = 6_000_000  # loads held in memory for the map of all layers: steps times experts
 
 _IDLE = f"less than {metrics.IDLE_SHARE:g} of the uniform share"
 _TITLE_HELP = (
     f"Of this step's assignments in this layer alone. Idle: {_IDLE} (assignments / experts). "
-    "The busiest: its load over the uniform share. A single step carries sampling noise; "
+    "Busiest: the largest load over the uniform share. A single step carries sampling noise; "
     "Overview judges windows of steps."
 )
+_COUNTS_HELP = """All of this step in this layer.
+
+- Tokens: real ones; padding is not counted.
+- Assignments: tokens times top-k, before capacity drops any.
+- Dead experts: those without an assignment; in one step that can be chance.
+- Rerouted: assignments that the selection bias changed, over all assignments.
+- Dropped: assignments that an expert's capacity dropped.
+- Not routed: tokens whose router logits were not finite; in no other count.
+
+A dash: not recorded, or there is no such thing in this run.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,18 +147,20 @@ def _draw(
     theme = charts.theme()
     now = moment(stats, step)
     series = data.load_series(run, stats.layer, phase)
-    if stats.steps_S.size > 1:
-        charts.show(
-            _strip(series, step, state.wanted("expert"), theme),
-            key="replay_strip",
-            alt=f"Load of every expert of layer {stats.layer} over the whole run; a line marks step {step}.",
-        )
-    picture, side = st.columns([5, 1.2], gap="medium")
+    strip = st.container()
+    picture, side = st.columns([4, 1.1], gap="medium")
     with side:
         if state.pick_layer(run) != stats.layer:
             st.rerun()  # steps and loads of the layer are read where the whole page runs
         expert = state.pick_expert(stats.num_experts, label="Highlight")
         _numbers_of_step(now)
+    with strip:
+        if stats.steps_S.size > 1:
+            charts.show(
+                _strip(series, step, expert, theme),
+                key="replay_strip",
+                alt=f"Load of every expert of layer {stats.layer} over the whole run; a line marks step {step}.",
+            )
     head.title(title_of(stats.layer, now), help=_TITLE_HELP)
     with picture:
         _bars(run, stats, now, expert, theme)
@@ -160,7 +177,7 @@ def title_of(layer: int, now: Moment) -> str:
         return f"{where}: {'no tokens' if now.tokens == 0 else 'no load recorded'}"
     idle = int(metrics.idle_experts(now.load_E))
     said = f"{idle} of {len(now.load_E)} experts idle" if idle else "no expert idle"
-    return f"{where}: {said}, the busiest at {busiest:.1f}x"
+    return f"{where}: {said}, busiest {busiest:.1f}x"
 
 
 def _numbers_of_step(now: Moment) -> None:
@@ -188,24 +205,15 @@ def _numbers_of_step(now: Moment) -> None:
     rerouted = float(metrics.rerouted_share(now.rerouted, now.assignments))
     dropped = float(now.dropped_E.sum())
     lines = [
-        (f"{value(now.tokens)} tokens", "Real tokens routed in this step; padding is not counted."),
-        (f"{value(now.assignments)} assignments", f"Tokens times top-{now.top_k}, counted before capacity drops any."),
-        (f"Dead: {value(dead)} experts", "Experts that got no assignment in this step; by chance, perhaps."),
-        (
-            f"Rerouted: {percent(rerouted, 1)}",
-            "Assignments that the selection bias changed, over all assignments; - where no bias is used.",
-        ),
-        (
-            f"Dropped: {value(dropped)}" + ("" if np.isnan(dropped) else f" ({_share(dropped, now.assignments)})"),
-            "Assignments that an expert's capacity dropped; - where capacity is not limited.",
-        ),
+        f"Tokens: {value(now.tokens)}",
+        f"Assignments: {value(now.assignments)}",
+        f"Dead experts: {value(dead)}",
+        f"Rerouted: {percent(rerouted, 1)}",
+        f"Dropped: {value(dropped)}" + ("" if np.isnan(dropped) else f" ({_share(dropped, now.assignments)})"),
     ]
     if now.invalid > 0:
-        lines.append(
-            (f"Not routed: {value(now.invalid)} tokens", "Rows whose logits were not finite; in no other count.")
-        )
-    for text, help_ in lines:
-        st.caption(text, help=help_)
+        lines.append(f"Not routed: {value(now.invalid)}")
+    st.caption("  \n".join(lines), help=_COUNTS_HELP)
 
 
 def _share(part: float, whole: float) -> str:
@@ -255,7 +263,9 @@ def _of_expert(now: Moment, expert: int) -> str:
     ratio = float(metrics.load_ratio(now.load_E)[expert])
     text = f"Expert {expert}: {value(now.load_E[expert])} assignments, {value(ratio)} x the uniform share"
     if now.before_load_E is not None:
-        text += f", {now.load_E[expert] - now.before_load_E[expert]:+,.0f} since step {now.before_step:,}"
+        change = now.load_E[expert] - now.before_load_E[expert]
+        text += f", {change:+,.0f} since" if change else ", as many as at"
+        text += f" step {now.before_step:,}"
     if now.bias_E is not None:
         text += f", bias {now.bias_E[expert]:+.4g}"
     return text + "."
@@ -370,18 +380,53 @@ def _balancer(run: Run, layer: int) -> str:
 # ----------------------------------------------------------------------------------------------- where one is
 
 
-def _strip(series: Any, step: int, expert: str | None, theme: Any) -> go.Figure:
-    """The heatmap of the whole run as a thin band without a colour bar: the bars below carry it."""
+def _strip(series: LoadSeries, step: int, expert: int | None, theme: Any) -> go.Figure:
+    """The heatmap of the whole run as a thin band; the bars below carry the colour bar."""
     figure = load_heatmap(
         [series],
-        title="",
+        title=f"The whole run in layer {series.layer}, the line at step {step:,}",
         theme=theme,
         marker_step=step,
         max_columns=STRIP_COLUMNS,
         max_rows=STRIP_ROWS,
         panel_height=90,
+        wrap_at=200,
     )
-    return figure
+    _without_heading(figure)
+    if expert is not None and expert < series.num_experts:
+        _frame_row(figure, expert_groups(series.num_experts, STRIP_ROWS), expert, theme)
+    return _without_colour_bar(figure)
+
+
+def _without_heading(figure: go.Figure) -> None:
+    """Take out the run's name above the panel, and its room: the sidebar names the run."""
+    total = figure.layout.height
+    figure.layout.annotations = ()
+    figure.update_layout(
+        height=total - _HEADING,
+        margin_t=figure.layout.margin.t - _HEADING,
+        title_y=1 - (1 - figure.layout.title.y) * total / (total - _HEADING),
+    )
+
+
+def _frame_row(figure: go.Figure, first_R: NDArray[np.int64], expert: int, theme: Any) -> None:
+    row = int(np.searchsorted(first_R, expert, side="right")) - 1
+    line = {"color": palette(theme).text, "width": 1.5}
+    figure.add_shape(
+        type="rect",
+        xref="x domain",
+        x0=0,
+        x1=1,
+        yref="y",
+        y0=row - 0.5,
+        y1=row + 0.5,
+        line=line,
+        fillcolor="rgba(0,0,0,0)",
+    )
+
+
+def _without_colour_bar(figure: go.Figure) -> go.Figure:
+    return figure.update_layout(coloraxis_showscale=False, margin_r=24)
 
 
 def _all_layers(run: Run, layers: list[int], stats: data.LayerStats) -> dict[int, data.LayerStats]:
@@ -394,24 +439,30 @@ def _all_layers(run: Run, layers: list[int], stats: data.LayerStats) -> dict[int
 
 def _map(run: Run, others: dict[int, data.LayerStats], step: int, selected: tuple[int, int | None], theme: Any) -> None:
     loads = {index: stats.load_SE[stats.at(step)] for index, stats in others.items() if step in stats.steps_S}
-    st.caption("All MoE layers at this step; the frame is the layer shown above. Click an expert to look at it there.")
+    rows = max(MAP_CELLS // len(others), 8)
+    single = all(stats.num_experts <= rows for stats in others.values())
+    st.caption(
+        f"All MoE layers at this step; the frame marks what is shown above. "
+        f"Click {'an expert' if single else 'a layer'} to look at it there."
+    )
+    figure = model_map(
+        run.manifest["model"]["layers"],
+        title=f"Every layer at step {step:,}",
+        theme=theme,
+        load_by_layer=loads,
+        selected=selected,
+        clickable=True,
+        height=200,
+        max_rows=rows,
+    )
     clicked = charts.show(
-        model_map(
-            run.manifest["model"]["layers"],
-            title=f"Every layer at step {step:,}",
-            theme=theme,
-            load_by_layer=loads,
-            selected=selected,
-            clickable=True,
-            height=200,
-            max_rows=max(MAP_CELLS // len(others), 8),
-        ),
+        _without_colour_bar(figure),
         key="replay_map",
         alt=f"Map of the model's layers and experts in load colours of step {step}.",
         selectable=True,
     )
     for point in clicked:
-        index, number = (int(item) for item in point["customdata"][:2])
+        index, expert = (int(item) for item in point["customdata"][:2])
         if index in others:
-            state.choose(layer=index, expert=number if number >= 0 else None)
+            state.choose(layer=index, expert=expert if single and expert >= 0 else None)
             st.rerun()

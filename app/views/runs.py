@@ -131,7 +131,7 @@ def frame_of(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> pd.
             "problem": [_problem(row) for row in rows],
         }
     )
-    types = {name: "Int64" for name in ("steps", "idle_experts", "dead_experts")}
+    types = dict.fromkeys(("steps", "idle_experts", "dead_experts"), "Int64")
     return frame.astype(types | {"loss": "Float64", "max_violation": "Float64"})
 
 
@@ -187,13 +187,15 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
             width=115,
             y_min=0.0 if violations else None,
             y_max=max(violations, default=None),
-            help="max_violation of each single step, worst MoE layer, over all recorded steps; one scale from 0 for all "
+            help="max_violation of each step, worst MoE layer, over all recorded steps; one scale from 0 for all "
             "runs; at most 60 points, highest and lowest kept.",
         ),
         "idle_experts": column.NumberColumn(
             "Idle",
             width=45,
-            help="Experts that get less than a tenth of the uniform share of the assignments in " + last + ", dead ones "
+            help="Experts that get less than a tenth of the uniform share of the assignments in "
+            + last
+            + ", dead ones "
             "included; worst MoE layer.",
         ),
         "dead_experts": column.NumberColumn(
@@ -220,7 +222,7 @@ def _table(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> list[
         placeholder="-",
         on_select=lambda: _tick(order, key),
         selection_mode="multi-row",
-        selection_default={"selection": {"rows": before}},  # type: ignore[typeddict-item]
+        selection_default={"selection": {"rows": before}},
         alt="Runs with their status, losses and balance",
     )
     numbers = frame.drop(columns=["loss_curve", "violation_curve"])

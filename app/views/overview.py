@@ -1,0 +1,583 @@
+"""One run at a glance: is the load balanced, and when did it collapse?
+
+Shapes: S recorded steps, E experts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import streamlit as st
+
+from app import charts, data, navigation, state
+from app.figures.balance_curves import share_area, unused_curves, violation_curves
+from app.figures.curves import metric_curves
+from app.figures.inputs import Curve, LoadSeries
+from app.figures.load_heatmap import MAX_CLICKABLE_CELLS, load_heatmap
+from app.text import plain
+from app.views import empty
+from app.words import NONE, count, listed, value
+from moe_core import metrics
+from recorder.reader import Run
+
+MAX_ROWS_TOGETHER = 64  # experts of all layers in one heatmap; more, and one layer is drawn at a time
+MAX_PANELS = 12  # small charts, one a layer; more layers, and the chosen one is drawn alone
+MIN_CLICKABLE_COLUMNS = 60  # fewer, and the steps of a cell would be too many to tell what happened when
+_CURVE_POINTS = 10_000  # of all curves of a chart
+_LOSSES = (  # (name, phase, column)
+    ("training loss", "train", "loss"),
+    ("cross-entropy", "train", "ce_loss"),
+    ("held-out cross-entropy (probe)", "probe", "ce_loss"),
+)
+
+
+def render() -> None:
+    """Draw the page."""
+    head = st.container()
+    run = empty.require_run()
+    if run is None:
+        head.title("Overview")
+        return
+    layers = list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
+    one_at_a_time = _rows(run) > MAX_ROWS_TOGETHER or len(layers) > MAX_PANELS
+    window, layer = _controls(run, layers, one_at_a_time)
+    summary = data.summary(run, window)
+    covered = Covered(run, window)
+    with head:
+        st.title(
+            headline(summary["layers"]),
+            help=f"Over {covered.words}. Least balanced is the layer with the greatest max_violation of the loads "
+            "summed over them. Idle is an expert with less than a tenth of the uniform share, busy any other.",
+        )
+        st.caption(f"{_described(run)} The numbers are of {covered.words}{covered.range}.")
+    _numbers(run, summary, covered)
+    _load(run, [layer] if layer is not None else layers, summary, covered)
+    _loss_curves(run)
+    drawn = layers if len(layers) <= MAX_PANELS or layer is None else [layer]
+    series = [data.load_series(run, index) for index in drawn]
+    _violation(run, series, window)
+    _unused(run, series, window)
+    _shares(run, layers, layer)
+    _layer_table(run, summary, covered)
+    _events(run)
+
+
+class Covered:
+    """The recorded training steps that the numbers of the page cover.
+
+    words: "the last 50 recorded training steps"; range: their first and last, " (steps 350 to 399)".
+    """
+
+    def __init__(self, run: Run, window: int) -> None:
+        steps_S = data.steps(run)["step"].to_numpy(dtype=np.int64)
+        last_S = steps_S[-window:]
+        self.steps = len(last_S)
+        if steps_S.size > window:
+            self.words = (
+                "the last recorded training step" if window == 1 else f"the last {window} recorded training steps"
+            )
+        elif steps_S.size > 1:
+            self.words = f"all {steps_S.size} recorded training steps"
+        else:
+            self.words = "the only recorded training step" if steps_S.size else "no training step"
+        self.range = ""
+        if last_S.size:
+            first, last = int(last_S[0]), int(last_S[-1])
+            self.range = f" (step {last:,})" if first == last else f" (steps {first:,} to {last:,})"
+
+
+def headline(layers: Sequence[dict[str, Any]]) -> str:
+    """The answer in words, from `layers` of `recorder.summary.summarise`."""
+    known = [layer for layer in layers if layer["max_violation_window"] is not None]
+    if not known:
+        return "No load recorded in the window, so nothing can be said of its balance"
+    worst = least_balanced(known)
+    assert worst is not None
+    violation = f"max_violation {value(worst['max_violation_window'])}{_of_bound(worst)}"
+    idle = [layer for layer in known if layer["idle_experts"]]
+    if len(layers) == 1:
+        said = f"{_experts_idle(worst)} idle" if idle else f"All {worst['num_experts']} experts are busy"
+        return f"Layer {worst['layer']}: {said}, {violation}" if idle else f"{said}: {violation}"
+    if not idle:
+        where = "every MoE layer" if len(known) == len(layers) else f"the {len(known)} layers with tokens"
+        return f"All experts are busy in {where}; least balanced is layer {worst['layer']}, {violation}"
+    said = f"Layer {worst['layer']} is least balanced: {_experts_idle(worst)} idle, {violation}"
+    most = max(idle, key=lambda layer: layer["idle_experts"])
+    if most["idle_experts"] > worst["idle_experts"]:
+        said += f"; most idle, {_experts_idle(most)}, are in layer {most['layer']}"
+    return said
+
+
+def least_balanced(layers: Sequence[dict[str, Any]], name: str = "max_violation_window") -> dict[str, Any] | None:
+    """The layer of a summary with the greatest `name`, the first of equals; None where none has a value."""
+    return max(
+        (layer for layer in layers if layer[name] is not None), key=lambda layer: float(layer[name]), default=None
+    )
+
+
+def normalised_aux_loss(stats: data.LayerStats, window: int) -> tuple[float | None, bool]:
+    """Mean normalised aux loss (uniform = 1) of the last `window` recorded steps, and whether it was recorded.
+
+    Steps without a recorded value take E * sum_i f_i P_i of their load and mean_prob. None where there is neither.
+    """
+    recorded_S = stats.aux_loss_S[-window:]
+    load_SE, mean_prob_SE = stats.load_SE[-window:], stats.mean_prob_SE[-window:]
+    computed_S = np.atleast_1d(metrics.aux_loss(load_SE, mean_prob_SE)) if len(load_SE) else np.zeros(0)
+    values_S = np.where(np.isfinite(recorded_S), recorded_S, computed_S)
+    finite_S = values_S[np.isfinite(values_S)]
+    return (float(finite_S.mean()) if finite_S.size else None), bool(np.isfinite(recorded_S).any())
+
+
+def _experts_idle(layer: dict[str, Any]) -> str:
+    return f"{layer['idle_experts']} of {count(layer['num_experts'], 'expert')}"
+
+
+def _of_bound(layer: dict[str, Any]) -> str:
+    if not layer["num_experts"] or not layer["top_k"]:
+        return ""
+    return f" of at most {value(metrics.max_violation_bound(layer['num_experts'], layer['top_k']))}"
+
+
+def _described(run: Run) -> str:
+    layers = run.moe_layers
+    shapes = list(dict.fromkeys((layer.get("top_k"), layer.get("num_experts")) for layer in layers))
+    experts = [f"top-{k} of {count(e, 'expert')}" for k, e in shapes if k and e]
+    balancer = run.config.get("balancer")
+    parts = [f"**{plain(run.name)}**"]
+    if balancer:
+        parts.append("no balancer" if balancer == "none" else f"balancer {plain(str(balancer))}")
+    if experts:
+        parts.append(listed(experts))
+    indices = list(dict.fromkeys(str(layer["index"]) for layer in layers))
+    few = len(indices) <= 6
+    parts.append(
+        (f"MoE layer {indices[0]}" if len(indices) == 1 else f"MoE layers {listed(indices)}")
+        if few
+        else f"{len(indices)} MoE layers"
+    )
+    return f"{parts[0]}: {', '.join(parts[1:])}."
+
+
+def _rows(run: Run) -> int:
+    return sum(layer.get("num_experts") or 0 for layer in run.moe_layers)
+
+
+def _controls(run: Run, layers: Sequence[int], one_at_a_time: bool) -> tuple[int, int | None]:
+    """The window, and the one layer that is drawn; None where all are."""
+    with st.container(horizontal=True, gap="large"):
+        window = state.pick_window()
+        if not one_at_a_time:
+            return window, None
+        return window, _pick_layer(run, layers, window)
+
+
+def _pick_layer(run: Run, layers: Sequence[int], window: int) -> int:
+    worst = least_balanced(data.summary(run, window)["layers"])
+    return state.pick_option(
+        "layer",
+        "MoE layer",
+        list(layers),
+        default=layers[0] if worst is None else worst["layer"],
+        help="Index in the whole model, dense layers counted. The least balanced one unless chosen otherwise.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the numbers
+
+
+def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
+    layers = summary["layers"]
+    worst = least_balanced(layers)
+    idle, dead = least_balanced(layers, "idle_experts"), least_balanced(layers, "dead_experts")
+    several = len(layers) > 1
+    over = f"over {covered.words}{covered.range}"
+    aux = [(layer, *normalised_aux_loss(data.layer_stats(run, layer), summary["window"])) for layer in _indices(run)]
+    known = [(mean, layer, recorded) for layer, mean, recorded in aux if mean is not None]
+    aux_mean, aux_layer, recorded = max(known, key=lambda item: item[0]) if known else (None, None, False)
+
+    def where(index: int | None) -> str:
+        return f", layer {index}" if several and index is not None else ""
+
+    def named(label: str, layer: dict[str, Any] | None) -> str:
+        return label + where(layer["layer"] if layer else None)
+
+    with st.container(horizontal=True, gap="medium", key="overview_numbers"):
+        _metric(
+            "Cross-entropy",
+            _final_loss(run, summary),
+            f"Mean of ce_loss, in nats per token, {over}. Auxiliary losses are not in it.",
+        )
+        _metric(
+            named("max_violation", worst),
+            value(worst["max_violation_window"] if worst else None),
+            f"max(load) / mean(load) - 1 of the loads summed {over}; the worst MoE layer. 0 is balanced; "
+            f"the most there can be is E/k - 1{_bound_words(worst)}, all tokens on one expert.",
+        )
+        _metric(
+            named("Idle experts", idle),
+            _of_experts(idle, "idle_experts"),
+            f"Experts that get less than a tenth of the uniform share {over}, dead ones included; the worst MoE layer.",
+        )
+        _metric(
+            named("Dead experts", dead),
+            _of_experts(dead, "dead_experts"),
+            f"Experts that get no assignment at all {over}; the worst MoE layer.",
+        )
+        _metric(
+            f"Aux loss{where(aux_layer)}",
+            value(aux_mean),
+            f"E * sum of f_i P_i, normalised so that uniform gives 1, without its coefficient; f: shares of the "
+            f"assignments, P: mean router probabilities. Mean of the steps' values {over}; the worst MoE layer. "
+            + ("As recorded." if recorded else "Computed from load and mean_prob: none was recorded in this run."),
+        )
+        total = len(data.steps(run))
+        _metric("Steps", f"{total:,}", _steps_help(run, total))
+
+
+def _metric(label: str, shown: str, help_: str) -> None:
+    st.metric(label, shown, help=help_, width="content")
+
+
+def _indices(run: Run) -> list[int]:
+    return list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
+
+
+def _final_loss(run: Run, summary: dict[str, Any]) -> str:
+    mean = summary["losses"]["ce_loss"]
+    if mean is None and data.steps(run)["ce_loss"].tail(summary["window"]).notna().any():
+        return "not finite"
+    return value(mean, 4)
+
+
+def _bound_words(layer: dict[str, Any] | None) -> str:
+    if layer is None or not layer["num_experts"] or not layer["top_k"]:
+        return ""
+    return f" = {value(metrics.max_violation_bound(layer['num_experts'], layer['top_k']))}"
+
+
+def _of_experts(layer: dict[str, Any] | None, name: str) -> str:
+    if layer is None:
+        return NONE
+    return f"{layer[name]} of {layer['num_experts']}" if layer["num_experts"] else str(layer[name])
+
+
+def _steps_help(run: Run, total: int) -> str:
+    said = "Recorded training steps"
+    steps = data.steps(run)["step"]
+    if total:
+        said += f", from {int(steps.min()):,} to {int(steps.max()):,}"
+    planned = run.config.get("steps")
+    return f"{said}; {planned:,} were asked for." if isinstance(planned, int) else f"{said}."
+
+
+# ----------------------------------------------------------------------------------------------------- the charts
+
+
+def _load(run: Run, layers: Sequence[int], summary: dict[str, Any], covered: Covered) -> None:
+    series = [data.load_series(run, layer) for layer in layers]
+    columns = MAX_CLICKABLE_CELLS // max(sum(one.num_experts for one in series), 1)
+    longest = max((one.steps_S.size for one in series), default=0)
+    clickable = columns >= min(MIN_CLICKABLE_COLUMNS, longest) and longest > 0
+    said = "Pale is balanced, **purple is idle**, red takes far more than its share. Balanced training looks calm."
+    if clickable:
+        said += " Click a cell to replay that layer, expert and step."
+    st.caption(said)
+    figure = load_heatmap(
+        series,
+        title=_load_title(summary["layers"], layers, covered),
+        theme=charts.theme(),
+        clickable=clickable,
+        max_columns=max(columns, 1) if clickable else None,
+    )
+    points = charts.show(
+        figure,
+        key="load",
+        alt=f"Load over the uniform share of every expert by step, {_layers_words(layers)} of {run.name}.",
+        numbers=load_numbers(series),
+        selectable=clickable,
+    )
+    for point in points:
+        cell = point.get("customdata")
+        if isinstance(cell, list) and len(cell) >= 3:
+            layer, expert, step = (int(number) for number in cell[:3])
+            navigation.go("replay", layer=layer, expert=expert, step=step, phase=None)
+
+
+def _load_title(layers: Sequence[dict[str, Any]], drawn: Sequence[int], covered: Covered) -> str:
+    parts = [
+        f"layer {layer['layer']}: {_experts_idle(layer)} idle"
+        for layer in layers
+        if layer["layer"] in drawn and layer["idle_experts"]
+    ]
+    if not any(layer["layer"] in drawn and layer["idle_experts"] is not None for layer in layers):
+        return "Load of every expert, step by step"
+    if not parts:
+        return f"No expert is idle over {covered.words}"
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}, over {covered.words}"
+
+
+def _layers_words(layers: Sequence[int]) -> str:
+    names = [str(layer) for layer in layers]
+    return f"layer {names[0]}" if len(names) == 1 else f"layers {listed(names)}"
+
+
+def load_numbers(series: Sequence[LoadSeries]) -> pd.DataFrame:
+    """Assignments per expert, a row for each step and layer: step, layer, expert 0, expert 1, ..."""
+    frames = []
+    for one in series:
+        frame = pd.DataFrame(_small(one.load_SE), columns=[f"expert {expert}" for expert in range(one.num_experts)])
+        frame.insert(0, "layer", one.layer)
+        frame.insert(0, "step", one.steps_S)
+        frames.append(frame)
+    same = len({one.num_experts for one in series}) == 1
+    return pd.concat(frames if same else [frame.convert_dtypes() for frame in frames], ignore_index=True)
+
+
+def _small(load_SE: np.ndarray) -> np.ndarray:
+    return load_SE.astype(np.int32) if load_SE.dtype.kind == "i" and load_SE.max(initial=0) < 2**31 else load_SE
+
+
+def _loss_curves(run: Run) -> None:
+    curves, columns = [], {}
+    for colour, (name, phase, column) in enumerate(_LOSSES):
+        frame = data.steps(run, phase)
+        known = frame[column].notna()
+        if not known.any():
+            continue
+        values_S = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
+        columns[name] = pd.Series(values_S, index=frame["step"].astype("int64"))
+        curves.append(
+            Curve(
+                name=name,
+                group=name,
+                colour=colour,
+                steps_S=frame["step"].to_numpy(dtype=np.int64),
+                values_S=values_S,
+                null_S=~known.to_numpy(dtype=bool),
+                restarts=data.restarts(run) if phase == "train" else (),
+            )
+        )
+    if not curves:
+        st.caption("No loss was recorded in this run.")
+        return
+    said = (
+        "Falling means it learns. Between runs compare the cross-entropy: the training loss holds auxiliary losses too."
+    )
+    both = [columns.get("training loss"), columns.get("cross-entropy")]
+    if both[0] is not None and both[1] is not None and both[0].equals(both[1]):
+        # Two lines in one place would look like one that lacks the other.
+        curves = [curve for curve in curves if curve.name != "training loss"]
+        said = "Falling means it learns. The training loss is the cross-entropy: no auxiliary loss was added to it."
+    if "held-out cross-entropy (probe)" in columns:
+        said += " The probe is a fixed batch that is never trained on."
+    st.caption(said)
+    figure = metric_curves(
+        curves,
+        title=_loss_title(curves),
+        y_title="loss (nats per token)",
+        theme=charts.theme(),
+        max_points=_CURVE_POINTS // len(curves),
+        panel_height=230,
+    )
+    charts.show(
+        figure,
+        key="losses",
+        alt=f"Losses of {run.name} by step.",
+        numbers=pd.concat(columns, axis=1).rename_axis("step").sort_index().reset_index(),
+    )
+
+
+def _loss_title(curves: Sequence[Curve]) -> str:
+    def at(curve: Curve, place: int) -> str:
+        return value(float(curve.values_S[place]), 3)
+
+    by_name = {curve.name: curve for curve in curves}
+    shown = by_name.get("cross-entropy", curves[0])
+    finite = np.flatnonzero(np.isfinite(shown.values_S))
+    if finite.size < 2:
+        return f"{shown.name[0].upper()}{shown.name[1:]} by step"
+    first, last = int(finite[0]), int(finite[-1])
+    return (
+        f"{shown.name[0].upper()}{shown.name[1:]}: {at(shown, first)} at step {int(shown.steps_S[first]):,}, "
+        f"{at(shown, last)} at step {int(shown.steps_S[last]):,}"
+    )
+
+
+def _panels(series: Sequence[LoadSeries], curves_each: int) -> dict[str, Any]:
+    many = len(series) > 4
+    return {
+        "max_points": max(100, _CURVE_POINTS // max(curves_each * len(series), 1)),
+        "panel_height": 130 if many else 220,
+    }
+
+
+def _violation(run: Run, series: Sequence[LoadSeries], window: int) -> None:
+    st.caption(
+        "The thick line near 0 is balance; near the dashed bound nearly all tokens go to one expert. The thin line "
+        "lies above the thick one by the noise of single batches."
+    )
+    figure = violation_curves(
+        series,
+        title="max_violation: how far the busiest expert is above the uniform share",
+        theme=charts.theme(),
+        window=window,
+        **_panels(series, 2),
+    )
+    frames = [
+        pd.DataFrame(
+            {
+                "step": one.steps_S,
+                "layer": one.layer,
+                "max_violation": np.atleast_1d(metrics.max_violation(one.load_SE)),
+                f"max_violation, window of {window}": np.atleast_1d(
+                    metrics.max_violation(metrics.rolling_window_load(one.load_SE, window))
+                ),
+                "bound": metrics.max_violation_bound(one.num_experts, one.top_k),
+            }
+        )
+        for one in series
+    ]
+    charts.show(
+        figure,
+        key="violation",
+        alt=f"max_violation by step and layer of {run.name}, each step and over {window} steps, with its bound.",
+        numbers=pd.concat(frames, ignore_index=True),
+    )
+
+
+def _unused(run: Run, series: Sequence[LoadSeries], window: int) -> None:
+    st.caption("Zero is good. A line that rises and stays up is a collapse; dead experts no longer learn at all.")
+    figure = unused_curves(
+        series,
+        title=f"Idle and dead experts, over up to {count(window, 'step')} that end at each",
+        theme=charts.theme(),
+        window=window,
+        **_panels(series, 2),
+    )
+    frames = []
+    for one in series:
+        summed_SE = metrics.rolling_window_load(one.load_SE, window)
+        counts = {"idle experts": metrics.idle_experts(summed_SE), "dead experts": metrics.dead_experts(summed_SE)}
+        frames.append(
+            pd.DataFrame({"step": one.steps_S, "layer": one.layer, **counts, "experts": one.num_experts}).astype(
+                dict.fromkeys(counts, "Int64")
+            )
+        )
+    charts.show(
+        figure,
+        key="unused",
+        alt=f"Idle and dead experts by step and layer of {run.name}, over a window of {window} steps.",
+        numbers=pd.concat(frames, ignore_index=True),
+    )
+
+
+def _shares(run: Run, layers: Sequence[int], layer: int | None) -> None:
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        if layer is None:
+            layer = _pick_layer(run, layers, 50)
+        if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
+            navigation.go("replay", layer=layer, phase=None)
+    series = data.load_series(run, layer)
+    st.caption(
+        "Bands of one height are balance. A band that swallows the others is collapse: the experts under it starve."
+    )
+    figure = share_area(series, title=_share_title(series), theme=charts.theme())
+    charts.show(
+        figure,
+        key="shares",
+        alt=f"Share of the assignments of every expert of layer {layer} of {run.name} by step, in per cent.",
+        numbers=share_numbers(series),
+    )
+
+
+def _share_title(series: LoadSeries) -> str:
+    total_E = np.nansum(series.load_SE, axis=0)
+    if not total_E.sum() > 0:
+        return f"Layer {series.layer}: each expert's share of the assignments"
+    busiest = int(total_E.argmax())
+    return (
+        f"Layer {series.layer}: expert {busiest} took {value(100 * total_E[busiest] / total_E.sum())}% of all "
+        f"assignments of the run, {value(total_E[busiest] * series.num_experts / total_E.sum())} x the uniform share"
+    )
+
+
+def share_numbers(series: LoadSeries) -> pd.DataFrame:
+    """Each expert's share in per cent, a row a step; null where there were no tokens."""
+    load_SE = np.nan_to_num(np.asarray(series.load_SE, dtype=np.float64))
+    total_S1 = load_SE.sum(axis=1, keepdims=True)
+    share_SE = 100 * load_SE / np.where(total_S1 > 0, total_S1, np.nan)
+    frame = pd.DataFrame(
+        share_SE.astype(np.float32), columns=[f"expert {expert} (%)" for expert in range(series.num_experts)]
+    )
+    frame.insert(0, "step", series.steps_S)
+    return frame
+
+
+# ----------------------------------------------------------------------------------------------------- the tables
+
+
+def _layer_table(run: Run, summary: dict[str, Any], covered: Covered) -> None:
+    st.subheader("Every MoE layer", anchor=False)
+    st.caption(f"Over {covered.words}{covered.range}. What a column means stands in its heading's help.")
+    charts.table(layer_frame(run, summary), key="layers", columns=_layer_columns())
+
+
+def layer_frame(run: Run, summary: dict[str, Any]) -> pd.DataFrame:
+    """The summary's layers as a table, the normalised aux loss computed where none was recorded."""
+    lines = []
+    for layer in summary["layers"]:
+        line = {name: layer[name] for name in layer if name not in ("dead_ids", "idle_ids")}
+        if line["aux_loss"] is None and len([one for one in run.moe_layers if one["index"] == layer["layer"]]) == 1:
+            line["aux_loss"] = normalised_aux_loss(data.layer_stats(run, layer["layer"]), summary["window"])[0]
+        line["idle"] = ", ".join(map(str, layer["idle_ids"])) or None
+        lines.append(line)
+    frame = pd.DataFrame(lines)
+    if frame["router"].isna().all() or not frame["layer"].duplicated().any():
+        frame = frame.drop(columns="router")
+    whole = [name for name in ("layer", "num_experts", "top_k", "dead_experts", "idle_experts") if name in frame]
+    numbers = [name for name in frame if name not in (*whole, "router", "idle")]
+    return frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(numbers, "Float64"))
+
+
+def _layer_columns() -> dict[str, Any]:
+    def number(label: str, help_: str, format_: str | None = "%.3f") -> Any:
+        return st.column_config.NumberColumn(label, help=help_, format=format_)
+
+    mean = "mean of the steps' values"
+    return {
+        "layer": number("Layer", "Index in the whole model, dense layers counted.", "%d"),
+        "router": number("Router", "Number of the router: this run has layers with several.", "%d"),
+        "num_experts": number("Experts", "E, experts that tokens are routed to; shared ones are not counted.", "%d"),
+        "top_k": number("Top-k", "k, experts each token uses.", "%d"),
+        "tokens": number("Tokens", "Tokens routed in a step, mean.", "localized"),
+        "max_violation": number("Max violation, batch", f"max(load) / mean(load) - 1 of each step, {mean}."),
+        "max_violation_window": number(
+            "Max violation, window",
+            "The same of the loads summed over the window: free of the noise of single batches.",
+        ),
+        "load_cv": number("Load CV", f"Standard deviation of the load over its mean, {mean}. 0 is balanced."),
+        "load_entropy": number("Load entropy", f"Entropy of the shares of the load over ln E, {mean}. 1 is balanced."),
+        "router_entropy": number(
+            "Router entropy", f"Entropy of each token's router probabilities over ln E, {mean}. 0 is certain."
+        ),
+        "dead_experts": number("Dead", "Experts without any assignment in the window.", "%d"),
+        "idle_experts": number("Idle", "Experts below a tenth of the uniform share in the window.", "%d"),
+        "gini": number("Gini", f"Gini coefficient of the load, {mean}. 0 is balanced, 1 - 1/E one expert for all."),
+        "drop_rate": number("Drop rate", f"Share of the assignments that capacity dropped, {mean}."),
+        "aux_loss": number(
+            "Aux loss",
+            f"E * sum of f_i P_i, uniform = 1, no coefficient, {mean}; from load and mean_prob where not recorded.",
+        ),
+        "idle": st.column_config.TextColumn("Idle experts", help="Which ones, dead ones included."),
+    }
+
+
+def _events(run: Run) -> None:
+    frame = data.events(run)
+    if not len(frame):
+        return
+    st.subheader("Events", anchor=False)
+    st.caption("What the recorder noted during the run, by step.")
+    charts.table(frame[["step", "kind", "message"]], key="events")

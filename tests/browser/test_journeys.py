@@ -1,0 +1,172 @@
+"""What a person sees and clicks, in a real browser on the sample runs and on runs recorded here."""
+
+import json
+import re
+import time
+
+import pytest
+from playwright.sync_api import expect
+
+PAGES = ("runs", "overview", "replay", "tokens", "layouts", "compare", "recording")
+RECORDING_MS = 120_000
+pytestmark = pytest.mark.browser
+
+
+@pytest.mark.parametrize("run", ["none", "top2-shared"])
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_renders_the_samples_without_an_error(page, dashboard, name, run):
+    dashboard.open(page, f"{name}?run={run}")
+    expect(page.locator("h1")).to_have_count(1)
+    if name not in ("runs", "recording"):
+        expect(page.locator(".js-plotly-plot").first).to_be_visible()
+    expect(page.get_by_test_id("stAlert").filter(has_text="error")).to_have_count(0)
+
+
+def step_slider(page):
+    return page.locator(".st-key-step input[type=range]")
+
+
+def choose_layer(page, dashboard, layer):
+    page.locator(".st-key-layer button", has_text=re.compile(f"^{layer}$")).click()
+    dashboard.settle(page)
+
+
+def chosen(page):
+    """Run, layer and step as the page shows them."""
+    layer = page.locator(".st-key-layer button[aria-checked=true]").inner_text()
+    return layer.strip(), step_slider(page).input_value(), parameters(page)["run"]
+
+
+def parameters(page):
+    query = page.url.partition("?")[2]
+    return dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
+
+
+def test_a10_run_layer_and_step_survive_a_page_change_and_a_reload(page, dashboard):
+    dashboard.open(page, "replay?run=sign-bias&layer=1&step=10")
+    choose_layer(page, dashboard, 3)
+    slider = step_slider(page)
+    slider.focus()
+    for _ in range(47):
+        slider.press("ArrowRight")
+    expect(slider).to_have_value("57")
+    dashboard.settle(page)
+    page.wait_for_url(re.compile("step=57"))
+    assert chosen(page) == ("3", "57", "sign-bias")
+    dashboard.go(page, "Compare")
+    dashboard.go(page, "Replay")
+    assert chosen(page) == ("3", "57", "sign-bias")
+    page.reload()
+    dashboard.settle(page)
+    assert chosen(page) == ("3", "57", "sign-bias")
+
+
+def test_a_link_opened_in_a_fresh_browser_shows_the_same(page, dashboard, browser):
+    dashboard.open(page, "replay?run=quantile&layer=3&step=123")
+    fresh = browser.new_context()
+    other = fresh.new_page()
+    other.goto(page.url)
+    dashboard.settle(other)
+    assert chosen(other) == chosen(page) == ("3", "123", "quantile")
+    fresh.close()
+
+
+def test_garbage_in_the_url_falls_back(page, dashboard):
+    dashboard.open(page, "replay?run=../../etc/passwd&layer=abc&step=1e9&expert=-5")
+    expect(page.locator(".js-plotly-plot").first).to_be_visible()
+    assert parameters(page)["run"] in ("none", "aux-loss", "sign-bias", "quantile", "top2-shared")
+
+
+def test_play_moves_the_step_and_pause_keeps_it(page, dashboard):
+    dashboard.open(page, "replay?run=none&layer=1&step=0")
+    page.get_by_role("button", name="Play").click()
+    expect(step_slider(page)).not_to_have_value("0")
+    page.get_by_role("button", name="Pause").click()
+    dashboard.settle(page)
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+    paused = step_slider(page).input_value()
+    assert int(paused) > 0
+    time.sleep(1.5)
+    assert step_slider(page).input_value() == paused
+    assert parameters(page)["step"] == paused
+
+
+def start_recording(page, **fields):
+    form = page.locator(".st-key-record_expander")
+    if not page.locator(".st-key-record_steps").is_visible():
+        form.locator("summary").first.click()
+    for key, value in fields.items():
+        field = page.locator(f".st-key-record_{key} input").first
+        field.fill(str(value))
+        field.press("Tab")
+    page.locator(".st-key-record_start button").click()
+    page.wait_for_url(re.compile("/recording"))
+
+
+def manifest_of(dashboard, name):
+    for path in dashboard.runs.glob("*/run.json"):
+        manifest = json.loads(path.read_text())
+        if manifest["name"] == name:
+            return manifest
+    return None
+
+
+def test_a_run_is_recorded_from_the_sidebar_and_opens_when_done(page, dashboard):
+    dashboard.open(page, "overview?run=none")
+    start_recording(page, steps=40, name="From the sidebar")
+    expect(page.get_by_text(re.compile(r"step \d+ of 40")).first).to_be_visible()
+    page.wait_for_url(re.compile("/overview"), timeout=RECORDING_MS)
+    dashboard.settle(page)
+    manifest = manifest_of(dashboard, "From the sidebar")
+    assert (manifest["status"], manifest["last_step"]) == ("finished", 39)
+    assert parameters(page)["run"] == manifest["run_id"]
+    expect(page.locator(".js-plotly-plot").first).to_be_visible()
+    dashboard.go(page, "Tokens")
+    expect(page.locator("span.rs-t").first).to_be_visible()
+
+
+def test_a_recording_survives_a_reload_is_cancelled_and_still_opens(page, dashboard):
+    dashboard.open(page, "runs")
+    start_recording(page, steps=5000, name="Cut short")
+    progress = page.get_by_text(re.compile(r"step [1-9]\d* of 5000")).first
+    expect(progress).to_be_visible(timeout=RECORDING_MS)
+    page.reload()
+    expect(progress).to_be_visible()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.get_by_text(re.compile(r"cancelled after \d+ of 5000 steps"))).to_be_visible()
+    manifest = manifest_of(dashboard, "Cut short")
+    assert manifest["status"] == "cancelled"
+    assert manifest["last_step"] > 0
+    page.get_by_role("button", name="Open the run").first.click()
+    page.wait_for_url(re.compile("/overview"))
+    dashboard.settle(page)
+    assert parameters(page)["run"] == manifest["run_id"]
+    expect(page.locator(".js-plotly-plot").first).to_be_visible()
+
+
+def test_a_wrong_value_is_named_and_nothing_starts(page, dashboard):
+    dashboard.open(page, "runs")
+    before = set(dashboard.runs.iterdir())
+    form = page.locator(".st-key-record_expander")
+    form.locator("summary").first.click()
+    for key, value in {"num_experts": 4, "top_k": 9}.items():
+        field = page.locator(f".st-key-record_{key} input").first
+        field.fill(str(value))
+        field.press("Tab")
+    page.locator(".st-key-record_start button").click()
+    expect(form.get_by_text("Top-k 9 is more than Experts 4")).to_be_visible()
+    assert set(dashboard.runs.iterdir()) == before
+
+
+def test_a1_a_click_on_the_heatmap_opens_that_layer_and_expert(page, dashboard):
+    dashboard.open(page, "overview?run=none")
+    plot = page.locator(".js-plotly-plot").filter(has=page.locator(".heatmaplayer")).first
+    plot.scroll_into_view_if_needed()
+    area = plot.locator(".plot .heatmaplayer").first.bounding_box()
+    page.mouse.click(area["x"] + area["width"] * 0.5, area["y"] + area["height"] * 0.5)
+    page.wait_for_url(re.compile("/replay"))
+    dashboard.settle(page)
+    shown = parameters(page)
+    assert shown["layer"] == "1"
+    assert 150 <= int(shown["step"]) <= 250
+    assert 5 <= int(shown["expert"]) <= 10
