@@ -31,7 +31,9 @@ MAX_COLUMNS = 400  # of all panels of a row there are about 800 pixels, and a co
 MIN_COLUMNS = 100
 MAX_CELLS = 40_000
 MAX_ROWS = 128
-MAX_CLICKABLE_CELLS = 4000
+MAX_CLICKABLE_POINTS = 4000
+CLICK_POINTS = "cells"  # name of the traces that can be clicked
+MAX_CLICK_STRIDE = 6  # columns between two clickable points: a column is about 2 pixels wide, a point 12
 _HEADING = 26  # pixels between rows of panels
 
 
@@ -102,8 +104,9 @@ def load_heatmap(
 
     series: one per run and layer; runs stand in the order they first come, layers ascend. All panels share the step
     axis and the load scale. A run without one of the layers gets an empty panel that says so.
-    clickable: add an invisible point in each cell with customdata (layer, expert, step, ...), as long as there are at
-    most MAX_CLICKABLE_CELLS cells (Streamlit passes on no selection of heatmap cells).
+    clickable: lay invisible points with customdata (layer, expert, step, ...) over the cells, since Streamlit passes on
+    no selection of heatmap cells; in each row one every few columns where one a cell would be more than
+    MAX_CLICKABLE_POINTS, and none where they would lie too far apart.
     marker_step: draw a line at this step. max_columns, max_rows: pool steps or experts of a panel beyond these; by
     default what the panels' pixels and MAX_CELLS allow, 100 to 400 columns.
     """
@@ -132,6 +135,7 @@ def load_heatmap(
         column_titles=[plain(run) for run in runs] if runs else None,
     )
     total_cells = sum(c.z_RC.size for c in cells.values())
+    click_stride = -(-total_cells // MAX_CLICKABLE_POINTS) or 1
     extent = _extent(cells.values())
     for row, layer in enumerate(layers, start=1):
         counts = {by_panel[layer, run].num_experts for run in runs if (layer, run) in by_panel}
@@ -143,8 +147,8 @@ def load_heatmap(
             hover = _hover(one, panel)
             _add_cells(fig, row, col, panel, hover, fields=5 if _pooled(one, panel) else 3)
             _mark_beyond(fig, row, col, panel)
-            if clickable and total_cells <= MAX_CLICKABLE_CELLS:
-                _add_points(fig, row, col, panel, layer, hover)
+            if clickable and click_stride <= MAX_CLICK_STRIDE:
+                _add_points(fig, row, col, panel, layer, hover, click_stride)
             for restart in one.restarts:
                 fig.add_vline(x=restart - 0.5, row=row, col=col, line={"color": p.text, "width": 1, "dash": "dot"})
             fig.update_yaxes(
@@ -184,6 +188,11 @@ def load_heatmap(
         hovermode="closest",
     )
     return fig
+
+
+def has_click_points(figure: go.Figure) -> bool:
+    """Whether a heatmap asked to be clickable is: with very many cells it is not."""
+    return any(trace.name == CLICK_POINTS for trace in figure.data)
 
 
 def _columns_that_fit(series: Sequence[LoadSeries], runs: int, max_rows: int) -> int:
@@ -287,9 +296,11 @@ def _mark_beyond(fig: go.Figure, row: int, col: int, cells: HeatmapCells) -> Non
         )
 
 
-def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: int, hover: str) -> None:
-    """Invisible points, one a cell, that can be clicked; customdata = (layer, expert, step, ...hover numbers)."""
+def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: int, hover: str, stride: int) -> None:
+    """Invisible points that can be clicked, in every `stride`-th column; customdata = (layer, expert, step, ...)."""
     known_r, known_c = np.nonzero(~np.isnan(cells.z_RC))
+    here = known_c % stride == stride - 1  # never more than a stride-th of the columns
+    known_r, known_c = known_r[here], known_c[here]
     numbers = cells.numbers_RCN[known_r, known_c]
     centres = (cells.columns.edges[:-1] + cells.columns.edges[1:]) / 2
     data = np.column_stack([np.full(len(known_r), layer), numbers[:, 5], numbers[:, 0], numbers[:, :5]])
@@ -305,7 +316,7 @@ def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: 
             **undimmed("#000000", opacity=0),
             hovertemplate=hover,
             showlegend=False,
-            name="cells",
+            name=CLICK_POINTS,
         ),
         row=row,
         col=col,

@@ -11,25 +11,14 @@ import pandas as pd
 import streamlit as st
 
 from app import charts, data, navigation, state
-from app.figures.balance_curves import share_area, unused_curves, violation_curves
-from app.figures.curves import metric_curves
-from app.figures.inputs import Curve, LoadSeries
-from app.figures.load_heatmap import MAX_CLICKABLE_CELLS, load_heatmap
 from app.text import plain
-from app.views import empty
+from app.views import empty, overview_charts
 from app.words import NONE, count, listed, value
 from moe_core import metrics
 from recorder.reader import Run
 
 MAX_ROWS_TOGETHER = 64  # experts of all layers in one heatmap; more, and one layer is drawn at a time
 MAX_PANELS = 12  # small charts, one a layer; more layers, and the chosen one is drawn alone
-MIN_CLICKABLE_COLUMNS = 60  # fewer, and the steps of a cell would be too many to tell what happened when
-_CURVE_POINTS = 10_000  # of all curves of a chart
-_LOSSES = (  # (name, phase, column)
-    ("training loss", "train", "loss"),
-    ("cross-entropy", "train", "ce_loss"),
-    ("held-out cross-entropy (probe)", "probe", "ce_loss"),
-)
 
 
 def render() -> None:
@@ -39,11 +28,11 @@ def render() -> None:
     if run is None:
         head.title("Overview")
         return
-    layers = list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
+    layers = _indices(run)
     one_at_a_time = _rows(run) > MAX_ROWS_TOGETHER or len(layers) > MAX_PANELS
     window, layer = _controls(run, layers, one_at_a_time)
     summary = data.summary(run, window)
-    covered = Covered(run, window)
+    covered = _covered(run, window)
     with head:
         st.title(
             headline(summary["layers"]),
@@ -52,31 +41,34 @@ def render() -> None:
         )
         st.caption(f"{_described(run)} The numbers are of {covered.words}{covered.range}.")
     _numbers(run, summary, covered)
-    _load(run, [layer] if layer is not None else layers, summary, covered)
-    _loss_curves(run)
+    idle = {one["layer"]: _experts_idle(one) for one in summary["layers"] if one["idle_experts"] is not None}
+    overview_charts.load(run, layers if layer is None else [layer], idle, covered.words)
+    overview_charts.losses(run)
     drawn = layers if len(layers) <= MAX_PANELS or layer is None else [layer]
     series = [data.load_series(run, index) for index in drawn]
-    _violation(run, series, window)
-    _unused(run, series, window)
-    _shares(run, layers, layer)
+    overview_charts.violation(run, series, window)
+    overview_charts.unused(run, series, window)
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        if layer is None:
+            layer = _pick_layer(run, layers, window)
+        if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
+            navigation.go("replay", layer=layer, phase=None)
+    overview_charts.shares(run, layer)
     _layer_table(run, summary, covered)
     _events(run)
 
 
 class Covered:
-    """The recorded training steps that the numbers of the page cover.
+    """The recorded steps that numbers cover, in words.
 
     words: "the last 50 recorded training steps"; range: their first and last, " (steps 350 to 399)".
     """
 
-    def __init__(self, run: Run, window: int) -> None:
-        steps_S = data.steps(run)["step"].to_numpy(dtype=np.int64)
+    def __init__(self, steps_S: np.ndarray, window: int) -> None:
         last_S = steps_S[-window:]
-        self.steps = len(last_S)
         if steps_S.size > window:
-            self.words = (
-                "the last recorded training step" if window == 1 else f"the last {window} recorded training steps"
-            )
+            many = f"{window} recorded training steps"
+            self.words = "the last recorded training step" if window == 1 else f"the last {many}"
         elif steps_S.size > 1:
             self.words = f"all {steps_S.size} recorded training steps"
         else:
@@ -84,7 +76,13 @@ class Covered:
         self.range = ""
         if last_S.size:
             first, last = int(last_S[0]), int(last_S[-1])
-            self.range = f" (step {last:,})" if first == last else f" (steps {first:,} to {last:,})"
+            self.range = f" (step {first:,})" if first == last else f" (steps {first:,} to {last:,})"
+
+
+def _covered(run: Run, window: int) -> Covered:
+    """What the numbers of the load cover: its rows may have been recorded at fewer steps than the losses."""
+    steps = [data.layer_stats(run, layer).steps_S for layer in _indices(run)]
+    return Covered(max(steps, key=len), window)
 
 
 def headline(layers: Sequence[dict[str, Any]]) -> str:
@@ -130,6 +128,8 @@ def normalised_aux_loss(stats: data.LayerStats, window: int) -> tuple[float | No
 
 
 def _experts_idle(layer: dict[str, Any]) -> str:
+    if not layer["idle_experts"]:
+        return overview_charts.NO_EXPERT
     return f"{layer['idle_experts']} of {count(layer['num_experts'], 'expert')}"
 
 
@@ -192,6 +192,7 @@ def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
     idle, dead = least_balanced(layers, "idle_experts"), least_balanced(layers, "dead_experts")
     several = len(layers) > 1
     over = f"over {covered.words}{covered.range}"
+    losses = Covered(data.steps(run)["step"].to_numpy(dtype=np.int64), summary["window"])
     aux = [(layer, *normalised_aux_loss(data.layer_stats(run, layer), summary["window"])) for layer in _indices(run)]
     known = [(mean, layer, recorded) for layer, mean, recorded in aux if mean is not None]
     aux_mean, aux_layer, recorded = max(known, key=lambda item: item[0]) if known else (None, None, False)
@@ -199,28 +200,28 @@ def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
     def where(index: int | None) -> str:
         return f", layer {index}" if several and index is not None else ""
 
-    def named(label: str, layer: dict[str, Any] | None) -> str:
-        return label + where(layer["layer"] if layer else None)
+    def named(label: str, layer: dict[str, Any] | None, name: str) -> str:
+        return label + where(layer["layer"] if layer and layer[name] else None)
 
-    with st.container(horizontal=True, gap="medium", key="overview_numbers"):
+    with st.container(horizontal=True, gap="small", key="overview_numbers"):
         _metric(
             "Cross-entropy",
             _final_loss(run, summary),
-            f"Mean of ce_loss, in nats per token, {over}. Auxiliary losses are not in it.",
+            f"Mean of ce_loss, in nats per token, over {losses.words}{losses.range}. Auxiliary losses are not in it.",
         )
         _metric(
-            named("max_violation", worst),
+            named("max_violation", worst, "max_violation_window"),
             value(worst["max_violation_window"] if worst else None),
             f"max(load) / mean(load) - 1 of the loads summed {over}; the worst MoE layer. 0 is balanced; "
             f"the most there can be is E/k - 1{_bound_words(worst)}, all tokens on one expert.",
         )
         _metric(
-            named("Idle experts", idle),
+            named("Idle experts" if not several else "Idle", idle, "idle_experts"),
             _of_experts(idle, "idle_experts"),
             f"Experts that get less than a tenth of the uniform share {over}, dead ones included; the worst MoE layer.",
         )
         _metric(
-            named("Dead experts", dead),
+            named("Dead experts" if not several else "Dead", dead, "dead_experts"),
             _of_experts(dead, "dead_experts"),
             f"Experts that get no assignment at all {over}; the worst MoE layer.",
         )
@@ -269,250 +270,6 @@ def _steps_help(run: Run, total: int) -> str:
         said += f", from {int(steps.min()):,} to {int(steps.max()):,}"
     planned = run.config.get("steps")
     return f"{said}; {planned:,} were asked for." if isinstance(planned, int) else f"{said}."
-
-
-# ----------------------------------------------------------------------------------------------------- the charts
-
-
-def _load(run: Run, layers: Sequence[int], summary: dict[str, Any], covered: Covered) -> None:
-    series = [data.load_series(run, layer) for layer in layers]
-    columns = MAX_CLICKABLE_CELLS // max(sum(one.num_experts for one in series), 1)
-    longest = max((one.steps_S.size for one in series), default=0)
-    clickable = columns >= min(MIN_CLICKABLE_COLUMNS, longest) and longest > 0
-    said = "Pale is balanced, **purple is idle**, red takes far more than its share. Balanced training looks calm."
-    if clickable:
-        said += " Click a cell to replay that layer, expert and step."
-    st.caption(said)
-    figure = load_heatmap(
-        series,
-        title=_load_title(summary["layers"], layers, covered),
-        theme=charts.theme(),
-        clickable=clickable,
-        max_columns=max(columns, 1) if clickable else None,
-    )
-    points = charts.show(
-        figure,
-        key="load",
-        alt=f"Load over the uniform share of every expert by step, {_layers_words(layers)} of {run.name}.",
-        numbers=load_numbers(series),
-        selectable=clickable,
-    )
-    for point in points:
-        cell = point.get("customdata")
-        if isinstance(cell, list) and len(cell) >= 3:
-            layer, expert, step = (int(number) for number in cell[:3])
-            navigation.go("replay", layer=layer, expert=expert, step=step, phase=None)
-
-
-def _load_title(layers: Sequence[dict[str, Any]], drawn: Sequence[int], covered: Covered) -> str:
-    parts = [
-        f"layer {layer['layer']}: {_experts_idle(layer)} idle"
-        for layer in layers
-        if layer["layer"] in drawn and layer["idle_experts"]
-    ]
-    if not any(layer["layer"] in drawn and layer["idle_experts"] is not None for layer in layers):
-        return "Load of every expert, step by step"
-    if not parts:
-        return f"No expert is idle over {covered.words}"
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}, over {covered.words}"
-
-
-def _layers_words(layers: Sequence[int]) -> str:
-    names = [str(layer) for layer in layers]
-    return f"layer {names[0]}" if len(names) == 1 else f"layers {listed(names)}"
-
-
-def load_numbers(series: Sequence[LoadSeries]) -> pd.DataFrame:
-    """Assignments per expert, a row for each step and layer: step, layer, expert 0, expert 1, ..."""
-    frames = []
-    for one in series:
-        frame = pd.DataFrame(_small(one.load_SE), columns=[f"expert {expert}" for expert in range(one.num_experts)])
-        frame.insert(0, "layer", one.layer)
-        frame.insert(0, "step", one.steps_S)
-        frames.append(frame)
-    same = len({one.num_experts for one in series}) == 1
-    return pd.concat(frames if same else [frame.convert_dtypes() for frame in frames], ignore_index=True)
-
-
-def _small(load_SE: np.ndarray) -> np.ndarray:
-    return load_SE.astype(np.int32) if load_SE.dtype.kind == "i" and load_SE.max(initial=0) < 2**31 else load_SE
-
-
-def _loss_curves(run: Run) -> None:
-    curves, columns = [], {}
-    for colour, (name, phase, column) in enumerate(_LOSSES):
-        frame = data.steps(run, phase)
-        known = frame[column].notna()
-        if not known.any():
-            continue
-        values_S = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
-        columns[name] = pd.Series(values_S, index=frame["step"].astype("int64"))
-        curves.append(
-            Curve(
-                name=name,
-                group=name,
-                colour=colour,
-                steps_S=frame["step"].to_numpy(dtype=np.int64),
-                values_S=values_S,
-                null_S=~known.to_numpy(dtype=bool),
-                restarts=data.restarts(run) if phase == "train" else (),
-            )
-        )
-    if not curves:
-        st.caption("No loss was recorded in this run.")
-        return
-    said = (
-        "Falling means it learns. Between runs compare the cross-entropy: the training loss holds auxiliary losses too."
-    )
-    both = [columns.get("training loss"), columns.get("cross-entropy")]
-    if both[0] is not None and both[1] is not None and both[0].equals(both[1]):
-        # Two lines in one place would look like one that lacks the other.
-        curves = [curve for curve in curves if curve.name != "training loss"]
-        said = "Falling means it learns. The training loss is the cross-entropy: no auxiliary loss was added to it."
-    if "held-out cross-entropy (probe)" in columns:
-        said += " The probe is a fixed batch that is never trained on."
-    st.caption(said)
-    figure = metric_curves(
-        curves,
-        title=_loss_title(curves),
-        y_title="loss (nats per token)",
-        theme=charts.theme(),
-        max_points=_CURVE_POINTS // len(curves),
-        panel_height=230,
-    )
-    charts.show(
-        figure,
-        key="losses",
-        alt=f"Losses of {run.name} by step.",
-        numbers=pd.concat(columns, axis=1).rename_axis("step").sort_index().reset_index(),
-    )
-
-
-def _loss_title(curves: Sequence[Curve]) -> str:
-    def at(curve: Curve, place: int) -> str:
-        return value(float(curve.values_S[place]), 3)
-
-    by_name = {curve.name: curve for curve in curves}
-    shown = by_name.get("cross-entropy", curves[0])
-    finite = np.flatnonzero(np.isfinite(shown.values_S))
-    if finite.size < 2:
-        return f"{shown.name[0].upper()}{shown.name[1:]} by step"
-    first, last = int(finite[0]), int(finite[-1])
-    return (
-        f"{shown.name[0].upper()}{shown.name[1:]}: {at(shown, first)} at step {int(shown.steps_S[first]):,}, "
-        f"{at(shown, last)} at step {int(shown.steps_S[last]):,}"
-    )
-
-
-def _panels(series: Sequence[LoadSeries], curves_each: int) -> dict[str, Any]:
-    many = len(series) > 4
-    return {
-        "max_points": max(100, _CURVE_POINTS // max(curves_each * len(series), 1)),
-        "panel_height": 130 if many else 220,
-    }
-
-
-def _violation(run: Run, series: Sequence[LoadSeries], window: int) -> None:
-    st.caption(
-        "The thick line near 0 is balance; near the dashed bound nearly all tokens go to one expert. The thin line "
-        "lies above the thick one by the noise of single batches."
-    )
-    figure = violation_curves(
-        series,
-        title="max_violation: how far the busiest expert is above the uniform share",
-        theme=charts.theme(),
-        window=window,
-        **_panels(series, 2),
-    )
-    frames = [
-        pd.DataFrame(
-            {
-                "step": one.steps_S,
-                "layer": one.layer,
-                "max_violation": np.atleast_1d(metrics.max_violation(one.load_SE)),
-                f"max_violation, window of {window}": np.atleast_1d(
-                    metrics.max_violation(metrics.rolling_window_load(one.load_SE, window))
-                ),
-                "bound": metrics.max_violation_bound(one.num_experts, one.top_k),
-            }
-        )
-        for one in series
-    ]
-    charts.show(
-        figure,
-        key="violation",
-        alt=f"max_violation by step and layer of {run.name}, each step and over {window} steps, with its bound.",
-        numbers=pd.concat(frames, ignore_index=True),
-    )
-
-
-def _unused(run: Run, series: Sequence[LoadSeries], window: int) -> None:
-    st.caption("Zero is good. A line that rises and stays up is a collapse; dead experts no longer learn at all.")
-    figure = unused_curves(
-        series,
-        title=f"Idle and dead experts, over up to {count(window, 'step')} that end at each",
-        theme=charts.theme(),
-        window=window,
-        **_panels(series, 2),
-    )
-    frames = []
-    for one in series:
-        summed_SE = metrics.rolling_window_load(one.load_SE, window)
-        counts = {"idle experts": metrics.idle_experts(summed_SE), "dead experts": metrics.dead_experts(summed_SE)}
-        frames.append(
-            pd.DataFrame({"step": one.steps_S, "layer": one.layer, **counts, "experts": one.num_experts}).astype(
-                dict.fromkeys(counts, "Int64")
-            )
-        )
-    charts.show(
-        figure,
-        key="unused",
-        alt=f"Idle and dead experts by step and layer of {run.name}, over a window of {window} steps.",
-        numbers=pd.concat(frames, ignore_index=True),
-    )
-
-
-def _shares(run: Run, layers: Sequence[int], layer: int | None) -> None:
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        if layer is None:
-            layer = _pick_layer(run, layers, 50)
-        if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
-            navigation.go("replay", layer=layer, phase=None)
-    series = data.load_series(run, layer)
-    st.caption(
-        "Bands of one height are balance. A band that swallows the others is collapse: the experts under it starve."
-    )
-    figure = share_area(series, title=_share_title(series), theme=charts.theme())
-    charts.show(
-        figure,
-        key="shares",
-        alt=f"Share of the assignments of every expert of layer {layer} of {run.name} by step, in per cent.",
-        numbers=share_numbers(series),
-    )
-
-
-def _share_title(series: LoadSeries) -> str:
-    total_E = np.nansum(series.load_SE, axis=0)
-    if not total_E.sum() > 0:
-        return f"Layer {series.layer}: each expert's share of the assignments"
-    busiest = int(total_E.argmax())
-    return (
-        f"Layer {series.layer}: expert {busiest} took {value(100 * total_E[busiest] / total_E.sum())}% of all "
-        f"assignments of the run, {value(total_E[busiest] * series.num_experts / total_E.sum())} x the uniform share"
-    )
-
-
-def share_numbers(series: LoadSeries) -> pd.DataFrame:
-    """Each expert's share in per cent, a row a step; null where there were no tokens."""
-    load_SE = np.nan_to_num(np.asarray(series.load_SE, dtype=np.float64))
-    total_S1 = load_SE.sum(axis=1, keepdims=True)
-    share_SE = 100 * load_SE / np.where(total_S1 > 0, total_S1, np.nan)
-    frame = pd.DataFrame(
-        share_SE.astype(np.float32), columns=[f"expert {expert} (%)" for expert in range(series.num_experts)]
-    )
-    frame.insert(0, "step", series.steps_S)
-    return frame
 
 
 # ----------------------------------------------------------------------------------------------------- the tables

@@ -14,6 +14,7 @@ from app.words import count, listed
 
 WINDOW = 50  # recorded steps; that of `data.row`
 _REFRESH_S = 3.0
+_MOST_PROBLEMS = 5  # more stand behind a click
 _TICKED = "_runs_ticked"
 
 _RULE = (
@@ -50,9 +51,6 @@ def headline(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> str
     """
     pairs = [(run, row) for run, row in zip(runs, rows, strict=True) if is_judged(row)]
     total = count(len(runs), "run")
-    unreadable = sum(row["status"] == "unreadable" for row in rows)
-    if unreadable:
-        total += f" ({unreadable} unreadable)"
     if not pairs:
         return f"{total}, none long enough to judge the balance"
     without = [pair for pair in pairs if _has_balancer(pair[1]) is False]
@@ -123,9 +121,9 @@ def frame_of(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> pd.
             "experts": [f"{row['top_k']} of {row['num_experts']}" if row["num_experts"] else None for row in rows],
             "steps": [row["num_steps"] if row["status"] != "unreadable" else None for row in rows],
             "loss": [row["loss"] for row in rows],
-            "loss_curve": [row["loss_curve"] or None for row in rows],
+            "loss_curve": [_curve(row["loss_curve"]) for row in rows],
             "max_violation": [row["max_violation"] for row in rows],
-            "violation_curve": [row["violation_curve"] or None for row in rows],
+            "violation_curve": [_curve(row["violation_curve"]) for row in rows],
             "idle_experts": [row["idle_experts"] for row in rows],
             "dead_experts": [row["dead_experts"] for row in rows],
             "problem": [_problem(row) for row in rows],
@@ -133,6 +131,10 @@ def frame_of(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> pd.
     )
     types = dict.fromkeys(("steps", "idle_experts", "dead_experts"), "Int64")
     return frame.astype(types | {"loss": "Float64", "max_violation": "Float64"})
+
+
+def _curve(values: list[float]) -> list[float] | None:
+    return values if len(values) > 1 else None  # a single value would be drawn as a level line
 
 
 def _problem(row: dict[str, Any]) -> str | None:
@@ -149,42 +151,42 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
     last = f"the last {WINDOW} recorded training steps (all of them where there are fewer)"
     column = st.column_config
     return {
-        "run": column.TextColumn("Run", width=110, pinned=True),
+        "run": column.TextColumn("Run", width=95, pinned=True),
         "status": column.TextColumn(
             "Status",
-            width=75,
+            width=84,
             help="finished; running; cancelled by a person; failed with an error; unfinished: its process ended "
             "without closing the run; unreadable: its run.json cannot be used.",
         ),
-        "balancer": column.TextColumn("Balancer", width=85),
+        "balancer": column.TextColumn("Balancer", width=86),
         "experts": column.TextColumn(
-            "Experts", width=65, help="Experts each token uses (top-k) of the experts of a MoE layer (E)."
+            "Experts", width=62, help="Experts each token uses (top-k) of the experts of a MoE layer (E)."
         ),
-        "steps": column.NumberColumn("Steps", width=50, format="localized", help="Recorded training steps."),
+        "steps": column.NumberColumn("Steps", width=48, format="localized", help="Recorded training steps."),
         "loss": column.NumberColumn(
             "Loss",
-            width=55,
+            width=52,
             format="%.3f",
-            help=f"Training loss, auxiliary losses included, in nats per token for a language model: mean of {last}.",
+            help=f"Training loss, auxiliary losses included, in nats per token for a language model: mean of {last}. No value where none was recorded or one of them is not finite.",
         ),
         "loss_curve": column.LineChartColumn(
-            "Loss over steps",
-            width=100,
+            "Loss curve",
+            width=78,
             y_min=min(losses, default=None),
             y_max=max(losses, default=None),
             help="Training loss over all recorded steps, one scale for all runs; at most 60 points, highest and lowest "
             "kept. Values that are not finite are left out.",
         ),
         "max_violation": column.NumberColumn(
-            "Max violation",
-            width=90,
+            "max_violation",
+            width=102,
             format="%.2f",
             help="max(load) / mean(load) - 1 of the loads summed over " + last + ", worst MoE layer. 0 is balanced, "
             "E/k - 1 the most there can be: all tokens on one expert.",
         ),
         "violation_curve": column.LineChartColumn(
-            "Violation over steps",
-            width=115,
+            "Its curve",
+            width=78,
             y_min=0.0 if violations else None,
             y_max=max(violations, default=None),
             help="max_violation of each step, worst MoE layer, over all recorded steps; one scale from 0 for all "
@@ -192,16 +194,15 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
         ),
         "idle_experts": column.NumberColumn(
             "Idle",
-            width=45,
+            width=38,
             help="Experts that get less than a tenth of the uniform share of the assignments in "
             + last
             + ", dead ones "
             "included; worst MoE layer.",
         ),
         "dead_experts": column.NumberColumn(
-            "Dead", width=45, help="Experts that get no assignment at all in " + last + "; worst MoE layer."
+            "Dead", width=42, help="Experts that get no assignment at all in " + last + "; worst MoE layer."
         ),
-        "problem": column.TextColumn("Problem", width="large", help="Why the run ended early or cannot be read."),
     }
 
 
@@ -212,9 +213,8 @@ def _table(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> list[
     # Streamlit keeps a selection as row numbers: where other rows are listed it has to start anew.
     key = f"runs_table_{zlib.crc32(chr(0).join(order).encode()):08x}"
     before = [order.index(reference) for reference in _ticked() if reference in order]
-    shown = frame if frame["problem"].notna().any() else frame.drop(columns="problem")
     event = st.dataframe(
-        shown,
+        frame.drop(columns="problem"),
         key=key,
         hide_index=True,
         width="stretch",
@@ -237,12 +237,27 @@ def _table(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> list[
             on_click="ignore",
         )
         st.caption(_scope(runs, rows))
+    _problems(frame)
     selection: Any = event
     return [place for place in selection["selection"]["rows"] if place < len(order)]
 
 
+def _problems(frame: pd.DataFrame) -> None:
+    """One line for each run that ended early or cannot be read."""
+    bad = frame[frame["problem"].notna()]
+    lines = [
+        f"**{plain(run)}** is {status}: {plain(problem)}"
+        for run, status, problem in bad[["run", "status", "problem"]].itertuples(index=False)
+    ]
+    place = st.container()
+    if len(lines) > _MOST_PROBLEMS:
+        place = st.expander(f"{len(lines)} runs ended early or cannot be read", icon=":material/warning:")
+    for line in lines:
+        place.markdown(line)
+
+
 def _scope(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> str:
-    said = f"Loss, max violation, idle and dead experts: the last {WINDOW} recorded training steps, worst MoE layer."
+    said = f"Loss, max_violation, idle and dead experts: the last {WINDOW} recorded training steps, worst MoE layer."
     short = [run.label for run, row in zip(runs, rows, strict=True) if not is_judged(row)]
     if short and len(short) < len(rows):
         named = listed([plain(label) for label in short]) if len(short) <= 3 else count(len(short), "run")

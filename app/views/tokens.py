@@ -206,9 +206,9 @@ def _answer(
     these = f"these {words.count(num_tokens, 'token')}{of}" if num_tokens != 1 else f"this token{of}"
     takes = "takes" if top_k == 1 else "is the first choice of"
     if expert is not None:
-        share = float(share_E[expert])
-        text = f"Expert {expert} {takes} {words.percent(share) if share else 'none'} of {these}"
-        if domains and share:
+        part = float(share_E[expert])
+        text = f"Expert {expert} {takes} {words.percent(part) if part else 'none'} of {these}"
+        if domains and part:
             most = int(share_DE[:, expert].argmax())
             text += f", and {words.percent(float(share_DE[most, expert]))} of {domains[most]}"
         return text

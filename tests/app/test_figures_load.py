@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from app.figures import theme
 from app.figures.inputs import LoadSeries
 from app.figures.load_bars import load_bars
-from app.figures.load_heatmap import MAX_CLICKABLE_CELLS, heatmap_cells, load_heatmap
+from app.figures.load_heatmap import MAX_CLICKABLE_POINTS, has_click_points, heatmap_cells, load_heatmap
 from app.figures.pooling import expert_groups, group_labels, pool_columns, pool_experts, step_columns
 
 
@@ -177,11 +177,18 @@ def test_a1_clickable_cells_carry_layer_expert_step():
     assert chosen[0, 5] == 22
 
 
-def test_too_many_cells_have_no_click_layer():
-    load = np.ones((400, 16), dtype=int)
-    assert load.size > MAX_CLICKABLE_CELLS
+@pytest.mark.parametrize(("steps", "experts", "stride"), [(400, 16, 2), (400, 60, 6), (400, 61, None)])
+def test_many_cells_can_be_clicked_in_every_few_columns(steps, experts, stride):
+    load = np.arange(1, steps * experts + 1).reshape(steps, experts)
     fig = load_heatmap([series(load)], title="t", clickable=True)
-    assert not [t for t in fig.data if t.name == "cells"]
+    points = [t for t in fig.data if t.name == "cells"]
+    assert has_click_points(fig) == (stride is not None) == bool(points)
+    if points:
+        data = np.asarray(points[0].customdata)
+        assert len(data) <= MAX_CLICKABLE_POINTS
+        assert (np.diff(np.unique(data[:, 2])) == stride).all()
+        # each carries the assignments of its own cell
+        assert (data[:, 5] == load[data[:, 2].astype(int), data[:, 1].astype(int)]).all()
 
 
 def test_run_names_are_text_not_markup():

@@ -1,0 +1,364 @@
+"""Two or more runs side by side on one scale: who leaves experts idle, at what loss, and since when.
+
+Shape suffixes: S recorded steps, E experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import streamlit as st
+
+from app import charts, comparison, data, folders, pickers, player, state, words
+from app.comparison import WINDOW, Compared
+from app.figures.balance_curves import unused_curves, violation_curves
+from app.figures.curves import metric_curves
+from app.figures.inputs import Curve, LoadSeries
+from app.figures.load_bars import load_bars
+from app.figures.load_heatmap import load_heatmap
+from app.text import plain
+from app.views import empty
+from moe_core import metrics
+
+MAX_RUNS = 6
+MAX_LAYERS_TOGETHER = 4  # more layers than these, and the chosen one is drawn alone
+_SMOOTHING = 0.8
+_BARS_PER_ROW = 3
+
+
+def render() -> None:
+    """Draw the page."""
+    title = st.empty()
+    title.title("Compare")
+    runs = pickers.in_order(data.listed())
+    if not runs:
+        empty.no_runs()
+        return
+    if len(runs) == 1:
+        _only_one(runs[0])
+        return
+    runs_, layer_ = st.columns([3, 2])
+    with runs_:
+        picked = pickers.pick_runs(default=comparison.default_pair(runs), max_runs=MAX_RUNS)
+    compared = _usable(picked)
+    if len(compared) < 2:
+        st.info("Pick two runs or more to compare them." if len(picked) < 2 else "Fewer than two of these runs remain.")
+        return
+    layers = sorted({layer for one in compared for layer in one.layers})
+    with layer_:
+        layer = state.pick_option("layer", "MoE layer", layers, help="Index in the whole model.")
+
+    steps_S = comparison.shared_steps(compared, layer)
+    window = comparison.window_of(steps_S)
+    summaries = [comparison.summary(one, window) for one in compared]
+    title.title(
+        plain(comparison.answer(compared, summaries)),
+        help=f"Over {window.words}, each run in its worst layer. Idle: less than a tenth of the uniform share of the "
+        "loads summed over them. The uniform share is that of one expert if all had the same load.",
+    )
+    _say_what_differs(compared, layers, steps_S)
+    _heatmaps(compared, layers if len(layers) <= MAX_LAYERS_TOGETHER else [layer], summaries)
+    _at_one_step(compared, layer, steps_S)
+    _table(compared, summaries, layer, window)
+    _curves(compared, summaries, layer, window)
+
+
+# --------------------------------------------------------------------------------------------------- which runs
+
+
+def _only_one(run: data.Listed) -> None:
+    st.info(f"There is only one run here, {plain(run.label)}: nothing to compare it with yet.")
+    st.markdown("**Record another:** open *Record a run* in the sidebar, or in a terminal, with another balancer:")
+    target = folders.recording_folder(data.shown_folders())
+    st.code(f"routescope record --balancer quantile --steps 400 --out {target or 'runs'}", "bash")
+    st.markdown("**Or show runs from elsewhere beside it:**")
+    st.code("routescope app FOLDER FOLDER", "bash")
+
+
+def _usable(picked: Sequence[tuple[data.Listed, Any]]) -> list[Compared]:
+    """Those that hold a load, with their colours; one line names each of the others and says why."""
+    places = comparison.colours([one.reference for one, _ in picked], [run.reference for run in data.listed()])
+    usable, left_out = [], []
+    for one, run in picked:
+        if not run.moe_layers:
+            left_out.append(f"{one.label} (no MoE layer)")
+        elif not any(data.layer_stats(run, int(layer["index"])).steps_S.size for layer in run.moe_layers):
+            left_out.append(f"{one.label} ({run.status}, no load of a training step recorded)")
+        else:
+            usable.append(Compared(label=one.label, colour=places[one.reference], run=run))
+    if left_out:
+        st.warning(f"Left out: {plain(words.listed(left_out))}.")
+    return usable
+
+
+def _say_what_differs(compared: Sequence[Compared], layers: Sequence[int], steps_S: np.ndarray) -> None:
+    parts = []
+    for one in compared:
+        status = "" if one.run.status == "finished" else f", {one.run.status}"
+        shapes = dict.fromkeys(one.shape(layer) for layer in one.layers)
+        experts = words.listed([f"top-{k} of {words.count(e or 0, 'expert')}" for e, k in shapes])
+        parts.append(f"**{plain(one.label)}** {experts}, last step {words.value(one.run.last_step)}{status}")
+    text = "; ".join(parts) + "."
+    if any(set(one.layers) != set(layers) for one in compared):
+        text += " Their MoE layers differ."
+    if steps_S.size:
+        text += f" They share {words.count(steps_S.size, 'recorded step')}, {steps_S[0]:,} to {steps_S[-1]:,}."
+    st.caption(text)
+
+
+# ----------------------------------------------------------------------------------------------------- pictures
+
+
+def _series(one: Compared, layer: int) -> LoadSeries:
+    return replace(data.load_series(one.run, layer), run=one.label)
+
+
+def _heatmaps(compared: Sequence[Compared], layers: Sequence[int], summaries: Sequence[Mapping[str, Any]]) -> None:
+    st.caption(
+        "Pale means balanced, red overloaded, purple idle. Look for purple rows that stay in one run and not in "
+        "another: the scale is the same for all."
+    )
+    series = [_series(one, layer) for one in compared for layer in one.layers if layer in layers]
+    which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {words.listed([str(layer) for layer in layers])}"
+    busiest = [
+        f"{one.label} {words.value(max(ratios))}"
+        for one, found in zip(compared, summaries, strict=True)
+        if (ratios := _busiest(found, layers))
+    ]
+    charts.show(
+        load_heatmap(
+            series,
+            title=f"Busiest expert at the end, in uniform shares: {', '.join(busiest)}",
+            theme=charts.theme(),
+        ),
+        key="compare_heatmap",
+        alt=f"Load over the uniform share of each expert by step, {words.listed([one.label for one in compared])} side "
+        f"by side, {which}.",
+        numbers=_load_numbers(series),
+    )
+
+
+def _busiest(found: Mapping[str, Any], layers: Sequence[int]) -> list[float]:
+    entries = [entry for entry in found["layers"] if entry["layer"] in layers]
+    return [entry["max_violation_window"] + 1 for entry in entries if entry["max_violation_window"] is not None]
+
+
+def _load_numbers(series: Sequence[LoadSeries]) -> pd.DataFrame:
+    """A row for each expert of each series: the whole run's assignments, and over the uniform share.
+
+    Every cell of the picture would be more rows than a browser should be sent; they are in `layer_stats`.
+    """
+    frames = []
+    for one in series:
+        total_E = np.nan_to_num(one.load_SE).sum(axis=0)
+        last_E = metrics.window_load(one.load_SE, WINDOW)
+        frames.append(
+            pd.DataFrame(
+                {
+                    "run": one.run,
+                    "layer": one.layer,
+                    "expert": np.arange(one.num_experts),
+                    "assignments, all steps": total_E,
+                    "load / uniform share, all steps": metrics.load_ratio(total_E),
+                    f"assignments, its last {WINDOW} steps": last_E,
+                    f"load / uniform share, its last {WINDOW} steps": metrics.load_ratio(last_E),
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def _at_one_step(compared: Sequence[Compared], layer: int, steps_S: np.ndarray) -> None:
+    st.subheader(f"Load of layer {layer} at one step", anchor=False)
+    if not steps_S.size:
+        st.info("These runs have no recorded step in common. Their curves below are drawn in full all the same.")
+        return
+    st.caption(
+        "Bars up: more than the uniform share; down: less; purple at the foot: below 1/16 of it. One axis for all runs."
+    )
+    stats = {one.label: data.layer_stats(one.run, layer) for one in compared if layer in one.layers}
+
+    def draw(step: int) -> None:
+        figures = _bars(compared, stats, step)
+        for start in range(0, len(compared), _BARS_PER_ROW):
+            group = compared[start : start + _BARS_PER_ROW]
+            for column, one in zip(st.columns(min(len(compared), _BARS_PER_ROW)), group, strict=False):
+                with column:
+                    _one_bars(one, layer, step, stats.get(one.label), figures.get(one.label), compared.index(one))
+        with st.expander("Numbers", icon=":material/table:"):
+            charts.table(_step_numbers(stats, step), key="compare_step_numbers")
+
+    player.replay(steps_S, draw)
+
+
+def _bars(compared: Sequence[Compared], stats: Mapping[str, data.LayerStats], step: int) -> dict[str, Any]:
+    figures = {
+        one.label: load_bars(
+            stats[one.label].load_SE[stats[one.label].at(step)],
+            top_k=stats[one.label].top_k,
+            title="",
+            theme=charts.theme(),
+            colorbar=False,
+        )
+        for one in compared
+        if one.label in stats
+    }
+    # The axis of a run reaches to its own bound: all take the one that reaches furthest.
+    widest = max(figures.values(), key=lambda figure: figure.layout.yaxis.range[1], default=None)
+    for figure in figures.values():
+        axis = widest.layout.yaxis
+        figure.update_yaxes(range=axis.range, tickvals=axis.tickvals, ticktext=axis.ticktext, row=1, col=1)
+        figure.update_layout(margin_r=8)
+    return figures
+
+
+def _one_bars(one: Compared, layer: int, step: int, stats: data.LayerStats | None, figure: Any, number: int) -> None:
+    if stats is None or figure is None:
+        st.markdown(f"**{plain(one.label)}**")
+        st.caption(f"Layer {layer} of this run has no experts.")
+        return
+    load_E = stats.load_SE[stats.at(step)]
+    ratio_E = np.asarray(metrics.load_ratio(load_E))
+    if np.isnan(ratio_E).all():
+        st.markdown(f"**{plain(one.label)}** no tokens at this step")
+    else:
+        top = int(ratio_E.argmax())
+        idle = int((ratio_E < metrics.IDLE_SHARE).sum())
+        st.markdown(f"**{plain(one.label)}** expert {top} at {words.value(float(ratio_E[top]))}x")
+        st.caption(f"{idle} of {stats.num_experts} below a tenth of the uniform share")
+    charts.show(
+        figure,
+        key=f"compare_bars_{number}",
+        alt=f"Load over the uniform share of each expert of {one.label} in layer {layer} at step {step}.",
+    )
+
+
+def _step_numbers(stats: Mapping[str, data.LayerStats], step: int) -> pd.DataFrame:
+    frames = []
+    for label, one in stats.items():
+        load_E = one.load_SE[one.at(step)]
+        frames.append(
+            pd.DataFrame(
+                {
+                    "run": label,
+                    "step": step,
+                    "expert": np.arange(one.num_experts),
+                    "assignments": load_E,
+                    "load / uniform share": metrics.load_ratio(load_E),
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
+
+
+def _table(
+    compared: Sequence[Compared], summaries: Sequence[Mapping[str, Any]], layer: int, window: comparison.Window
+) -> None:
+    st.subheader(
+        f"Metrics of layer {layer}",
+        anchor=False,
+        help="Better is marked only where the runs can be compared: at steps they share; the loss where text and "
+        "tokens are the same; balance where experts and top-k are the same. Router entropy and aux loss have no "
+        "better side. One run of each: how much another seed would change is not known.",
+    )
+    st.caption(
+        f"Over {window.words}. Aux losses are computed from load and mean_prob for every run, whether it was trained "
+        "on one or not, so that uniform reads 1."
+    )
+    charts.table(comparison.table(compared, summaries, layer, window), key="compare_metrics")
+    if max(len(one.layers) for one in compared) > 1:
+        with st.expander("Every layer", icon=":material/table:"):
+            charts.table(comparison.every_layer(compared, summaries), key="compare_layers")
+
+
+def _curves(
+    compared: Sequence[Compared], summaries: Sequence[Mapping[str, Any]], layer: int, window: comparison.Window
+) -> None:
+    st.subheader("Over the steps", anchor=False)
+    st.caption("Every run in full, each in its own colour. Look for where one leaves the others, and at what loss.")
+    _losses(compared, summaries)
+    with_layer = [(one, found) for one, found in zip(compared, summaries, strict=True) if layer in one.layers]
+    series = [_series(one, layer) for one, _ in with_layer]
+    places = {one.label: one.colour for one in compared}
+    common: dict[str, Any] = {"theme": charts.theme(), "window": WINDOW, "colours": places}
+    at_end = _at_end(with_layer, layer, "max_violation_window")
+    charts.show(
+        violation_curves(series, title=f"max_violation at the end: {at_end}", **common),
+        key="compare_violation",
+        alt=f"max_violation of layer {layer} by step. At the end: {at_end}.",
+        numbers=_curve_numbers(series, "max_violation"),
+    )
+    at_end = _at_end(with_layer, layer, "idle_experts")
+    charts.show(
+        unused_curves(series, title=f"Idle experts at the end: {at_end}", **common),
+        key="compare_idle",
+        alt=f"Idle and dead experts of layer {layer} by step. At the end: {at_end}.",
+        numbers=_curve_numbers(series, "idle"),
+    )
+
+
+def _losses(compared: Sequence[Compared], summaries: Sequence[Mapping[str, Any]]) -> None:
+    curves, frames, without = [], [], []
+    for one in compared:
+        frame = data.steps(one.run)
+        if frame["ce_loss"].isna().all():
+            without.append(one.label)
+            continue
+        steps_S = frame["step"].to_numpy(np.int64)
+        values_S = frame["ce_loss"].to_numpy(np.float64, na_value=np.nan)
+        curves.append(
+            Curve(
+                name=one.label,
+                group=one.label,
+                colour=one.colour,
+                steps_S=steps_S,
+                values_S=values_S,
+                null_S=frame["ce_loss"].isna().to_numpy(bool),
+                restarts=data.restarts(one.run),
+            )
+        )
+        frames.append(pd.DataFrame({"run": one.label, "step": steps_S, "ce_loss": values_S}))
+    if without:
+        st.caption(f"No cross-entropy was recorded in {plain(words.listed(without))}.")
+    if not curves:
+        return
+    at_end = ", ".join(
+        f"{one.label} {words.value(found['losses']['ce_loss'])}" for one, found in zip(compared, summaries, strict=True)
+    )
+    charts.show(
+        metric_curves(
+            curves,
+            title=f"Cross-entropy at the end: {at_end}",
+            y_title="nats per token",
+            theme=charts.theme(),
+            smoothing=_SMOOTHING,
+        ),
+        key="compare_loss",
+        alt=f"Cross-entropy of each run by step. At the end: {at_end}.",
+        numbers=pd.concat(frames, ignore_index=True),
+    )
+
+
+def _at_end(runs: Sequence[tuple[Compared, Mapping[str, Any]]], layer: int, key: str) -> str:
+    return ", ".join(f"{one.label} {words.value(comparison.of_layer(found, layer).get(key))}" for one, found in runs)
+
+
+def _curve_numbers(series: Sequence[LoadSeries], kind: str) -> pd.DataFrame:
+    frames = []
+    for one in series:
+        summed_SE = metrics.rolling_window_load(one.load_SE, WINDOW)
+        columns: dict[str, Any] = {"run": one.run, "layer": one.layer, "step": one.steps_S}
+        if kind == "idle":
+            columns |= {"idle": metrics.idle_experts(summed_SE), "dead": metrics.dead_experts(summed_SE)}
+        else:
+            columns |= {
+                "max_violation": metrics.max_violation(one.load_SE),
+                f"max_violation, window of {WINDOW}": metrics.max_violation(summed_SE),
+            }
+        frames.append(pd.DataFrame(columns))
+    return pd.concat(frames, ignore_index=True)
