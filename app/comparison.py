@@ -61,6 +61,13 @@ class Window:
     shared: bool
     words: str
 
+    @property
+    def short(self) -> str:
+        """ "last 50 shared steps", for titles."""
+        if not self.shared:
+            return f"last {WINDOW} steps of each"
+        return f"last {len(self.steps)} shared steps" if len(self.steps) > 1 else "shared step"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
@@ -317,7 +324,12 @@ def answer(runs: Sequence[Compared], summaries: Sequence[Mapping[str, Any]]) -> 
     most, least = max(known, key=lambda item: item[0]), min(known, key=lambda item: item[0])
     if most[0] > least[0]:
         there = _idle_words(most[2])
-        some = f"{_idle_words(least[2], short=True)}" if least[0] else "none does"
+        spotless = sum(share == 0 for share, _, _ in known)
+        if spotless > 1:
+            others = len(known) - 1
+            which = f"the other {others}" if spotless == others else f"{spotless} of the other {others}"
+            return _sentence(f"{phrase[most[1]]} {there}; in {which} runs none does")
+        some = "none does" if spotless else _idle_words(least[2], short=True)
         return _sentence(f"{phrase[most[1]]} {there}; {phrase[least[1]]} {some}")
     if most[0] > 0:
         numbers = listed([f"{layer['idle_experts']} of {layer['num_experts']}" for _, _, layer in known])

@@ -58,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _with_value(message: str, given: Sequence[str]) -> str:
     """The parser's message with the value that was typed, which it leaves out of some."""
-    match = re.match(r"Invalid value for '(?P<option>--[a-z-]+)': (?:Value error, )?(?P<why>.*)", message, flags=re.DOTALL)
+    match = re.match(
+        r"Invalid value for '(?P<option>--[a-z-]+)': (?:Value error, )?(?P<why>.*)", message, flags=re.DOTALL
+    )
     if match is None:
         return " ".join(message.split())
     option = match["option"]
@@ -148,10 +150,15 @@ def _record(config: ToyConfig, run_path: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _frame: stop.append(received))
 
+    import torch  # loaded here, for this command alone
     from tqdm import tqdm
 
-    from .training.loop import RunCancelledError, train  # torch is loaded here, for this command alone
+    from .training.loop import RunCancelledError, train
     from .writer import RunExistsError
+
+    # At this size one thread is as fast as two; on a busy machine two wait for each other, twenty times as slow. And
+    # the sums, and with them the run, are the same on every number of cores.
+    torch.set_num_threads(1)
 
     with tqdm(total=config.steps, unit="step", file=sys.stderr, mininterval=0.5) as bar:
 

@@ -143,13 +143,14 @@ def load_bars(
         title_text="load / uniform share",
         row=1,
     )
+    ticks = category_ticks(labels, 32 if experts <= 32 else 16)
     fig.update_xaxes(
         type="category",
         categoryorder="array",
         categoryarray=labels,
         range=[-0.6, len(labels) - 0.4],
-        tickvals=category_ticks(labels, 32),
-        ticktext=[label.split("-")[0] for label in category_ticks(labels, 32)],
+        tickvals=ticks,
+        ticktext=[label.split("-")[0] for label in ticks],
         tickangle=0,
         showgrid=False,
     )
@@ -192,7 +193,7 @@ def _place(ratio_E: NDArray[np.float64]) -> NDArray[np.float64]:
 def _note(experts: int, bars: int) -> str | None:
     if bars < experts:
         per_bar = -(-experts // MAX_BARS)
-        return f"Each bar shows the busiest of {per_bar} neighbouring experts; purple only where all are idle."
+        return f"Each bar shows the busiest of {per_bar} neighbouring experts; purple only where all are below 1/16."
     return None
 
 
@@ -252,8 +253,8 @@ def _ghosts(labels: list[str], y: NDArray[np.float64], name: str, theme: Theme) 
 
 
 def _ticks(bound: float) -> tuple[list[float], list[str]]:
-    values, texts = [_FLOOR], ["idle"]
-    for ratio, text in _TICKS[1:]:  # "1/16" would stand on top of "idle"
+    values, texts = [_FLOOR], ["< 1/16"]
+    for ratio, text in _TICKS[1:]:  # "1/16" would stand on top of it
         values.append(float(np.log2(ratio)))
         texts.append(text)
     ratio = 2.0

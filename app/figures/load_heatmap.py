@@ -150,7 +150,7 @@ def load_heatmap(
             if clickable and click_stride <= MAX_CLICK_STRIDE:
                 _add_points(fig, row, col, panel, layer, hover, click_stride)
             for restart in one.restarts:
-                fig.add_vline(x=restart - 0.5, row=row, col=col, line={"color": p.text, "width": 1, "dash": "dot"})
+                _line_at(fig, restart - 0.5, row=row, col=col, dash="dot")
             fig.update_yaxes(
                 type="category",
                 categoryorder="array",
@@ -163,7 +163,7 @@ def load_heatmap(
             )
         fig.update_yaxes(title_text=f"layer {layer}<br>expert", row=row, col=1)
     if marker_step is not None and series:
-        fig.add_vline(x=marker_step, line={"color": p.text, "width": 1.5})
+        _line_at(fig, marker_step)
     fig.update_xaxes(title_text="step", row=rows)
     bounds = {s.bound for s in series}
     figure_layout(
@@ -201,6 +201,12 @@ def _columns_that_fit(series: Sequence[LoadSeries], runs: int, max_rows: int) ->
     return int(np.clip(fit, MIN_COLUMNS, MAX_COLUMNS))
 
 
+def _line_at(fig: go.Figure, x: float, dash: str = "solid", **place: int) -> None:
+    """A dark line with a light rim: the cells below are white, purple or red in both themes."""
+    fig.add_vline(x=x, line={"color": "#ffffff", "width": 4}, **place)
+    fig.add_vline(x=x, line={"color": "#1f2328", "width": 1.5, "dash": dash}, **place)
+
+
 def _panel_height(rows: int, panels: int) -> int:
     """Pixels: 13 a row where there is room, never so many that two layers cannot be seen together."""
     return int(np.clip(rows * 13, 130 if panels > 1 else 230, 210 if panels > 1 else 330))
@@ -222,7 +228,7 @@ def _note(cells: Sequence[HeatmapCells]) -> str | None:
         parts.append(f"each row the busiest of {int(experts)} experts")
     if not parts:
         return None
-    return ", ".join(parts).capitalize() + "; purple only where all of them are idle."
+    return ", ".join(parts).capitalize() + "; purple only where all of them are below 1/16."
 
 
 def _pooled(series: LoadSeries, cells: HeatmapCells) -> bool:
@@ -312,7 +318,9 @@ def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: 
             y=[cells.labels[r] for r in known_r],
             customdata=data.tolist(),  # an array would reach Streamlit's selection as a dict, a list stays one
             mode="markers",
-            marker={"size": 12, "opacity": 0},
+            # Plotly takes any marker under the pointer for a hit, the nearest only outside of all: so small that those
+            # of two rows do not overlap.
+            marker={"size": 6, "opacity": 0},
             **undimmed("#000000", opacity=0),
             hovertemplate=hover,
             showlegend=False,

@@ -20,6 +20,8 @@ from moe_core.metrics import load_ratio
 MAX_ROWS = 64
 MAX_CLICKABLE_CELLS = 4000
 MAX_NUMBERED_CELLS = 300
+# Experts without load: the colour of parameters in `parameter_bars`, so that 93 thin columns still tell MoE from dense.
+_PLAIN_EXPERT: Mapping[Theme, str] = {"light": "#a9d8c8", "dark": "#2f7f69"}
 _FOOT = (-0.16, -0.05)  # where shared experts stand, below the column that fills 0..1
 
 
@@ -186,7 +188,7 @@ def _column(
     hover = _expert_hovers(layer, first_R, load_by_layer)
     common = {"text": [[h] for h in hover], "hovertemplate": "%{text}<extra></extra>"}
     if load_by_layer is None:
-        flat = [[0, p.block], [1, p.block]]
+        flat = [[0, _PLAIN_EXPERT[theme]], [1, _PLAIN_EXPERT[theme]]]
         trace = go.Heatmap(z=np.zeros((rows, 1)), colorscale=flat, showscale=False, **settings, **common)
         return trace, [p.text] * rows
     ratio_E = _ratios(layer, load_by_layer)
@@ -360,7 +362,7 @@ def _note(pooled: int, with_load: bool, shared: bool) -> str | None:
     parts = []
     if pooled > 1 and with_load:
         parts.append(
-            f"Each cell shows the busiest of up to {pooled} neighbouring experts; purple only where all are idle."
+            f"Each cell shows the busiest of up to {pooled} neighbouring experts; purple only where all are below 1/16."
         )
     elif pooled > 1:
         parts.append(f"Each cell stands for up to {pooled} neighbouring experts.")

@@ -55,7 +55,7 @@ PALETTES: Mapping[Theme, Palette] = {
         text="#f0f2f5",
         muted="#a9b1bd",
         grid="#2c323d",
-        ground="#0e1117",
+        ground="#14171a",
         no_data="#464c57",
         block="#5b6674",
         block_line="#98a2b0",
@@ -207,7 +207,7 @@ def load_ticks(bound: float | None = None) -> tuple[list[float], list[str]]:
         for t in near:
             del ticks[t]
         ticks[z] = f"{number(bound)}x (all tokens)"
-    ticks[-4.78], ticks[4.78] = "idle", "beyond 16x"
+    ticks[-4.78], ticks[4.78] = "below 1/16", "beyond 16x"
     positions = sorted(ticks)
     return positions, [ticks[z] for z in positions]
 

@@ -19,7 +19,7 @@ _INTENSITY = {
 }
 MAX_EXPERT_ROWS = 64
 MAX_MATRIX_TOKENS = 256
-MAX_LABELLED = 140
+MAX_LABELLED = 80  # of about 700 pixels a label turned upright needs nine
 
 
 def token_matrix(

@@ -26,6 +26,7 @@ MAX_RUNS = 6
 MAX_LAYERS_TOGETHER = 4  # more layers than these, and the chosen one is drawn alone
 _SMOOTHING = 0.8
 _BARS_PER_ROW = 3
+_TICKS_PER_ROW = 32
 
 
 def render() -> None:
@@ -41,14 +42,20 @@ def render() -> None:
         return
     runs_, layer_ = st.columns([3, 2])
     with runs_:
+        if not state.wanted_list("runs"):
+            # Named from here on: a link or a reload shows these even after others have been recorded.
+            state.choose(runs=comparison.default_pair(runs))
         picked = pickers.pick_runs(default=comparison.default_pair(runs), max_runs=MAX_RUNS)
     compared = _usable(picked)
     if len(compared) < 2:
-        st.info("Pick two runs or more to compare them." if len(picked) < 2 else "Fewer than two of these runs remain.")
+        st.info("Pick two runs or more above, each with a recorded load, to compare them.")
         return
     layers = sorted({layer for one in compared for layer in one.layers})
     with layer_:
-        layer = state.pick_option("layer", "MoE layer", layers, help="Index in the whole model.")
+        common = [layer for layer in layers if all(layer in one.layers for one in compared)]
+        layer = state.pick_option(
+            "layer", "MoE layer", layers, default=(common or layers)[0], help="Index in the whole model."
+        )
 
     steps_S = comparison.shared_steps(compared, layer)
     window = comparison.window_of(steps_S)
@@ -59,7 +66,7 @@ def render() -> None:
         "loads summed over them. The uniform share is that of one expert if all had the same load.",
     )
     _say_what_differs(compared, layers, steps_S)
-    _heatmaps(compared, layers if len(layers) <= MAX_LAYERS_TOGETHER else [layer], summaries)
+    _heatmaps(compared, layers if len(layers) <= MAX_LAYERS_TOGETHER else [layer], summaries, window)
     _at_one_step(compared, layer, steps_S)
     _table(compared, summaries, layer, window)
     _curves(compared, summaries, layer, window)
@@ -115,22 +122,27 @@ def _series(one: Compared, layer: int) -> LoadSeries:
     return replace(data.load_series(one.run, layer), run=one.label)
 
 
-def _heatmaps(compared: Sequence[Compared], layers: Sequence[int], summaries: Sequence[Mapping[str, Any]]) -> None:
+def _heatmaps(
+    compared: Sequence[Compared],
+    layers: Sequence[int],
+    summaries: Sequence[Mapping[str, Any]],
+    window: comparison.Window,
+) -> None:
     st.caption(
-        "Pale means balanced, red overloaded, purple idle. Look for purple rows that stay in one run and not in "
-        "another: the scale is the same for all."
+        "Pale means balanced, red overloaded, purple next to unused (below 1/16 of the uniform share). Look for purple "
+        "rows that stay in one run and not in another: the scale is the same for all."
     )
     series = [_series(one, layer) for one in compared for layer in one.layers if layer in layers]
     which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {words.listed([str(layer) for layer in layers])}"
     busiest = [
-        f"{one.label} {words.value(max(ratios))}"
+        f"{one.label} {words.value(max(ratios))}x"
         for one, found in zip(compared, summaries, strict=True)
         if (ratios := _busiest(found, layers))
     ]
     charts.show(
         load_heatmap(
             series,
-            title=f"Busiest expert at the end, in uniform shares: {', '.join(busiest)}",
+            title=f"Busiest expert over the {window.short}, in uniform shares: {', '.join(busiest)}",
             theme=charts.theme(),
         ),
         key="compare_heatmap",
@@ -206,11 +218,13 @@ def _bars(compared: Sequence[Compared], stats: Mapping[str, data.LayerStats], st
         if one.label in stats
     }
     # The axis of a run reaches to its own bound: all take the one that reaches furthest.
-    widest = max(figures.values(), key=lambda figure: figure.layout.yaxis.range[1], default=None)
+    axis = max((figure.layout.yaxis for figure in figures.values()), key=lambda axis: axis.range[1])
     for figure in figures.values():
-        axis = widest.layout.yaxis
         figure.update_yaxes(range=axis.range, tickvals=axis.tickvals, ticktext=axis.ticktext, row=1, col=1)
         figure.update_layout(margin_r=8)
+        ticks = figure.layout.xaxis.tickvals
+        every = -(-len(ticks) // (_TICKS_PER_ROW // min(len(compared), _BARS_PER_ROW)))
+        figure.update_xaxes(tickvals=ticks[::every], ticktext=figure.layout.xaxis.ticktext[::every])
     return figures
 
 
@@ -227,7 +241,7 @@ def _one_bars(one: Compared, layer: int, step: int, stats: data.LayerStats | Non
         top = int(ratio_E.argmax())
         idle = int((ratio_E < metrics.IDLE_SHARE).sum())
         st.markdown(f"**{plain(one.label)}** expert {top} at {words.value(float(ratio_E[top]))}x")
-        st.caption(f"{idle} of {stats.num_experts} below a tenth of the uniform share")
+        st.caption(f"{idle} of {stats.num_experts} below {metrics.IDLE_SHARE}x")
     charts.show(
         figure,
         key=f"compare_bars_{number}",
@@ -281,28 +295,35 @@ def _curves(
 ) -> None:
     st.subheader("Over the steps", anchor=False)
     st.caption("Every run in full, each in its own colour. Look for where one leaves the others, and at what loss.")
-    _losses(compared, summaries)
+    _losses(compared, summaries, window)
     with_layer = [(one, found) for one, found in zip(compared, summaries, strict=True) if layer in one.layers]
     series = [_series(one, layer) for one, _ in with_layer]
-    places = {one.label: one.colour for one in compared}
-    common: dict[str, Any] = {"theme": charts.theme(), "window": WINDOW, "colours": places}
-    at_end = _at_end(with_layer, layer, "max_violation_window")
-    charts.show(
-        violation_curves(series, title=f"max_violation at the end: {at_end}", **common),
-        key="compare_violation",
-        alt=f"max_violation of layer {layer} by step. At the end: {at_end}.",
-        numbers=_curve_numbers(series, "max_violation"),
-    )
-    at_end = _at_end(with_layer, layer, "idle_experts")
-    charts.show(
-        unused_curves(series, title=f"Idle experts at the end: {at_end}", **common),
-        key="compare_idle",
-        alt=f"Idle and dead experts of layer {layer} by step. At the end: {at_end}.",
-        numbers=_curve_numbers(series, "idle"),
-    )
+    common: dict[str, Any] = {
+        "theme": charts.theme(),
+        "window": WINDOW,
+        "colours": {one.label: one.colour for one in compared},
+        "wrap_at": 42,
+    }
+    left, right = st.columns(2)
+    with left:
+        violation = _values(with_layer, layer, "max_violation_window")
+        charts.show(
+            violation_curves(series, title=f"max_violation, {window.short}: {violation}", **common),
+            key="compare_violation",
+            alt=f"max_violation of layer {layer} by step; over the {window.short}: {violation}.",
+            numbers=_curve_numbers(series, "max_violation"),
+        )
+    with right:
+        idle = _values(with_layer, layer, "idle_experts")
+        charts.show(
+            unused_curves(series, title=f"Idle experts, {window.short}: {idle}", **common),
+            key="compare_idle",
+            alt=f"Idle and dead experts of layer {layer} by step; idle over the {window.short}: {idle}.",
+            numbers=_curve_numbers(series, "idle"),
+        )
 
 
-def _losses(compared: Sequence[Compared], summaries: Sequence[Mapping[str, Any]]) -> None:
+def _losses(compared: Sequence[Compared], summaries: Sequence[Mapping[str, Any]], window: comparison.Window) -> None:
     curves, frames, without = [], [], []
     for one in compared:
         frame = data.steps(one.run)
@@ -327,24 +348,25 @@ def _losses(compared: Sequence[Compared], summaries: Sequence[Mapping[str, Any]]
         st.caption(f"No cross-entropy was recorded in {plain(words.listed(without))}.")
     if not curves:
         return
-    at_end = ", ".join(
-        f"{one.label} {words.value(found['losses']['ce_loss'])}" for one, found in zip(compared, summaries, strict=True)
+    ends = ", ".join(
+        f"{one.label} {words.value(found['losses']['ce_loss'], 4)}"
+        for one, found in zip(compared, summaries, strict=True)
     )
     charts.show(
         metric_curves(
             curves,
-            title=f"Cross-entropy at the end: {at_end}",
+            title=f"Cross-entropy, {window.short}: {ends}",
             y_title="nats per token",
             theme=charts.theme(),
             smoothing=_SMOOTHING,
         ),
         key="compare_loss",
-        alt=f"Cross-entropy of each run by step. At the end: {at_end}.",
+        alt=f"Cross-entropy of each run by step; mean over the {window.short}: {ends}.",
         numbers=pd.concat(frames, ignore_index=True),
     )
 
 
-def _at_end(runs: Sequence[tuple[Compared, Mapping[str, Any]]], layer: int, key: str) -> str:
+def _values(runs: Sequence[tuple[Compared, Mapping[str, Any]]], layer: int, key: str) -> str:
     return ", ".join(f"{one.label} {words.value(comparison.of_layer(found, layer).get(key))}" for one, found in runs)
 
 

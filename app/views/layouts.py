@@ -22,6 +22,7 @@ from recorder.reader import Run
 WINDOWS = (10, 50, 200)
 _PLAIN = "none"
 _CLICKABLE_EXPERTS = 4000
+_ONE_DECIMAL = st.column_config.NumberColumn(format="%.1f")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ def render() -> None:
         "Parameters of each layer's feed-forward part; attention and norms are not in it. "
         "Router: width x experts. Experts: all routed ones together. Active: what one token uses."
     )
-    charts.table(layer_table(model, layers, references), key="layout_layers")
+    frame = layer_table(model, layers, references)
+    charts.table(frame, key="layout_layers", columns=_formats(frame))
 
 
 def title_of(model: Mapping[str, Any]) -> str:
@@ -73,7 +75,8 @@ def title_of(model: Mapping[str, Any]) -> str:
     )
     total, active = model.get("parameters_total"), model.get("parameters_active")
     if total and active:
-        said += f"; a token uses {percent(active / total)} of {si(float(total))} parameters"
+        share = active / total
+        said += f"; {percent(share, 0 if share >= 0.1 else 1)} of parameters per token"
     return said
 
 
@@ -102,7 +105,7 @@ def _large_numbers(
         NONE if active is None else si(float(active)),
         help=f"{value(active)}: all but the routed experts that a token does not use, embeddings included.",
     )
-    for column, label, at in ((columns[2], "MoE layer / dense", 0), (columns[3], "Active / dense", 1)):
+    for column, label, at in ((columns[2], "MoE layer, times dense", 0), (columns[3], "Active, times dense", 1)):
         known = [pair[at] for pair in times if pair is not None]
         column.metric(
             label,
@@ -133,9 +136,9 @@ def _pick_window(run: Run, moe: list[dict[str, Any]]) -> int | None:
         return None
     chosen = state.pick_option(
         "window",
-        "Colour experts by their load over",
+        "Colour of the experts",
         [_PLAIN, *map(str, WINDOWS)],
-        format_func=lambda text: "no load" if text == _PLAIN else f"last {text} steps",
+        format_func=lambda text: "plain" if text == _PLAIN else f"load, last {text} steps",
         help="Assignments of the last recorded training steps, summed, over the uniform share.",
     )
     return None if chosen == _PLAIN else int(chosen)
@@ -203,8 +206,10 @@ def _dense_comparison(
         return
     dense = {index: reference.parameters for index, reference in references.items() if reference is not None}
     st.caption(
-        f"Each MoE layer beside one dense feed-forward network as wide as one of its experts ({_widths(moe, references)}); "
-        "a dense layer stands beside itself. Look at how far total and active part: that is what routing saves."
+        f"Each MoE layer beside one dense feed-forward network as wide as one of its experts "
+        f"({_widths(moe, references)}); "
+        "a dense layer stands beside itself. Look at the gap between active and total: parameters that a token "
+        "does not pay for."
     )
     charts.show(
         parameter_bars(
@@ -237,7 +242,7 @@ def _conventions(model: Mapping[str, Any], layers: list[dict[str, Any]]) -> None
         "Active replaces all routed experts by the top-k that a token uses."
     )
     frame, note = conventions(model, layers)
-    charts.table(frame, key="layout_conventions")
+    charts.table(frame, key="layout_conventions", columns=_formats(frame) | {"active (%)": _ONE_DECIMAL})
     if note:
         st.caption(note)
 
@@ -248,7 +253,8 @@ def conventions(model: Mapping[str, Any], layers: list[dict[str, Any]]) -> tuple
     vocabulary, width = model.get("vocab_size"), model.get("d_model")
     embedding = vocabulary * width if vocabulary and width else None
     blocks = [layer.get("block_parameters_total") for layer in layers]
-    outside = total - sum(blocks) if total is not None and None not in blocks else None
+    known = [size for size in blocks if size is not None]
+    outside = total - sum(known) if total is not None and len(known) == len(blocks) else None
     both: int | None = None
     if embedding is None:
         note = "Without vocabulary size and width in the manifest, the embeddings cannot be told apart."
@@ -296,6 +302,12 @@ def layer_table(
             {
                 "layer": layer["index"],
                 "kind": "MoE" if is_moe(layer) else "dense",
+                "total": total,
+                "active": active,
+                "x dense, total": None if times is None else times[0],
+                "x dense, active": None if times is None else times[1],
+                "x own dense layer, total": total / own if own and total and is_moe(layer) else None,
+                "x own dense layer, active": active / own if own and active and is_moe(layer) else None,
                 "experts": layer.get("num_experts"),
                 "top k": layer.get("top_k"),
                 "shared experts": layer.get("num_shared_experts"),
@@ -303,21 +315,28 @@ def layer_table(
                 "router": parts[0],
                 "routed experts": parts[1],
                 "shared": parts[2],
-                "total": total,
-                "active": active,
-                "x dense, total": None if times is None else times[0],
-                "x dense, active": None if times is None else times[1],
-                "x own dense layer, total": total / own if own and total and is_moe(layer) else None,
-                "x own dense layer, active": active / own if own and active and is_moe(layer) else None,
             }
         )
     frame = pd.DataFrame(rows)
     whole = [name for name in frame.columns if name not in ("kind",) and not name.startswith("x ")]
     times_ = [name for name in frame.columns if name.startswith("x ")]
-    frame = frame.astype({name: "Int64" for name in whole} | {name: "Float64" for name in times_})
+    frame = frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(times_, "Float64"))
     if own is not None and frame["x dense, total"].equals(frame["x own dense layer, total"]):
         frame = frame.drop(columns=["x own dense layer, total", "x own dense layer, active"])
     return frame.drop(columns=[name for name in times_ if name in frame and frame[name].isna().all()])
+
+
+def _formats(frame: pd.DataFrame) -> dict[str, Any]:
+    columns: dict[str, Any] = {}
+    for name in map(str, frame.columns):
+        if name.startswith("x "):
+            other = "the model's own first dense layer" if "own" in name else "a dense network as wide as one expert"
+            columns[name] = st.column_config.NumberColumn(
+                format="%.2f", help=f"Parameters of this layer over those of {other}."
+            )
+        elif frame[name].dtype == "Int64":
+            columns[name] = st.column_config.NumberColumn(format="localized")
+    return columns
 
 
 def _parts(model: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:

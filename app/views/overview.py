@@ -18,6 +18,10 @@ from moe_core import metrics
 from recorder.reader import Run
 
 MAX_ROWS_TOGETHER = 64  # experts of all layers in one heatmap; more, and one layer is drawn at a time
+_LAYER_COLUMNS = (  # those that matter first
+    *("layer", "router", "num_experts", "top_k", "max_violation_window", "max_violation", "idle_experts"),
+    *("dead_experts", "aux_loss", "router_entropy", "load_entropy", "load_cv", "gini", "drop_rate", "tokens", "idle"),
+)
 MAX_PANELS = 12  # small charts, one a layer; more layers, and the chosen one is drawn alone
 
 
@@ -95,7 +99,7 @@ def headline(layers: Sequence[dict[str, Any]]) -> str:
     violation = f"max_violation {value(worst['max_violation_window'])}{_of_bound(worst)}"
     idle = [layer for layer in known if layer["idle_experts"]]
     if len(layers) == 1:
-        said = f"{_experts_idle(worst)} idle" if idle else f"All {worst['num_experts']} experts are busy"
+        said = f"{_experts_idle(worst)} idle" if idle else "All experts are busy"
         return f"Layer {worst['layer']}: {said}, {violation}" if idle else f"{said}: {violation}"
     if not idle:
         where = "every MoE layer" if len(known) == len(layers) else f"the {len(known)} layers with tokens"
@@ -130,6 +134,8 @@ def normalised_aux_loss(stats: data.LayerStats, window: int) -> tuple[float | No
 def _experts_idle(layer: dict[str, Any]) -> str:
     if not layer["idle_experts"]:
         return overview_charts.NO_EXPERT
+    if not layer["num_experts"]:
+        return count(layer["idle_experts"], "expert")
     return f"{layer['idle_experts']} of {count(layer['num_experts'], 'expert')}"
 
 
@@ -286,16 +292,15 @@ def layer_frame(run: Run, summary: dict[str, Any]) -> pd.DataFrame:
     lines = []
     for layer in summary["layers"]:
         line = {name: layer[name] for name in layer if name not in ("dead_ids", "idle_ids")}
-        if line["aux_loss"] is None and len([one for one in run.moe_layers if one["index"] == layer["layer"]]) == 1:
+        if sum(one["index"] == layer["layer"] for one in run.moe_layers) == 1:
             line["aux_loss"] = normalised_aux_loss(data.layer_stats(run, layer["layer"]), summary["window"])[0]
         line["idle"] = ", ".join(map(str, layer["idle_ids"])) or None
         lines.append(line)
-    frame = pd.DataFrame(lines)
+    frame = pd.DataFrame(lines, columns=[*_LAYER_COLUMNS])
     if frame["router"].isna().all() or not frame["layer"].duplicated().any():
         frame = frame.drop(columns="router")
-    whole = [name for name in ("layer", "num_experts", "top_k", "dead_experts", "idle_experts") if name in frame]
-    numbers = [name for name in frame if name not in (*whole, "router", "idle")]
-    return frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(numbers, "Float64"))
+    whole = ("layer", "router", "num_experts", "top_k", "dead_experts", "idle_experts")
+    return frame.astype({name: "Int64" if name in whole else "Float64" for name in frame if name != "idle"})
 
 
 def _layer_columns() -> dict[str, Any]:

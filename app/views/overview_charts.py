@@ -21,6 +21,7 @@ from recorder.reader import Run
 
 NO_EXPERT = "no expert"
 _CURVE_POINTS = 10_000  # of all curves of a chart
+_LARGE_PANELS = 4  # more layers, and their small charts are lower
 _LOSSES = (  # (name, phase, column)
     ("training loss", "train", "loss"),
     ("cross-entropy", "train", "ce_loss"),
@@ -37,9 +38,12 @@ def load(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) ->
     series = [data.load_series(run, layer) for layer in layers]
     figure = load_heatmap(series, title=_load_title(layers, idle, over), theme=charts.theme(), clickable=True)
     clickable = has_click_points(figure)
-    said = "Pale is balanced, **purple is idle**, red takes far more than its share. Balanced training looks calm."
+    said = (
+        "Balanced training looks calm and pale. **Purple** gets next to nothing, below 1/16 of the uniform share "
+        "(idle in the numbers: below 1/10 over the window)."
+    )
     if clickable:
-        said += " Click a cell to replay that layer, expert and step."
+        said += " Click a cell to replay its layer and expert there."
     st.caption(said)
     points = charts.show(
         figure,
@@ -158,11 +162,10 @@ def _loss_title(curves: Sequence[Curve]) -> str:
     return said
 
 
-def _panels(series: Sequence[LoadSeries], curves_each: int) -> dict[str, Any]:
-    many = len(series) > 4
+def _panels(series: Sequence[LoadSeries]) -> dict[str, Any]:
     return {
-        "max_points": max(100, _CURVE_POINTS // max(curves_each * len(series), 1)),
-        "panel_height": 130 if many else 220,
+        "max_points": max(100, _CURVE_POINTS // max(2 * len(series), 1)),  # two curves a panel
+        "panel_height": 220 if len(series) <= _LARGE_PANELS else 130,
     }
 
 
@@ -177,8 +180,10 @@ def violation(run: Run, series: Sequence[LoadSeries], window: int) -> None:
         title="max_violation: how far the busiest expert is above the uniform share",
         theme=charts.theme(),
         window=window,
-        **_panels(series, 2),
+        **_panels(series),
     )
+    if len(series) > _LARGE_PANELS:  # a low panel has no room for the words beside its heading
+        figure.for_each_annotation(lambda label: label.update(text=label.text.partition(": all tokens")[0]))
     frames = [
         pd.DataFrame(
             {
@@ -209,7 +214,7 @@ def unused(run: Run, series: Sequence[LoadSeries], window: int) -> None:
         title=f"Idle and dead experts, over up to {count(window, 'step')} that end at each",
         theme=charts.theme(),
         window=window,
-        **_panels(series, 2),
+        **_panels(series),
     )
     frames = []
     for one in series:

@@ -1,24 +1,22 @@
 """Replay: how one layer's experts were loaded at one step, and what changed since the step recorded before it.
 
-Shapes: S recorded steps, E experts.
+Shape: E experts.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 import streamlit as st
 from numpy.typing import NDArray
 
-from app import charts, data, player, state
+from app import charts, data, moving, player, state
 from app.figures.inputs import LoadSeries
-from app.figures.load_bars import load_bars
+from app.figures.load_bars import MAX_MARKED, load_bars
 from app.figures.load_heatmap import load_heatmap
 from app.figures.model_map import model_map
 from app.figures.pooling import expert_groups
-from app.figures.theme import palette
+from app.moments import Moment, changes, expert_numbers, moment
 from app.text import plain
 from app.views import empty
 from app.words import NONE, count, percent, value
@@ -26,18 +24,19 @@ from moe_core import metrics
 from recorder.reader import Run
 from recorder.schema import PHASES
 
-CHANGES = 5  # experts listed as gaining or losing most
+MOST = 5  # experts listed as gaining or losing most
 STRIP_COLUMNS = 200
 STRIP_ROWS = 32
+STRIP_HEIGHT = 90  # pixels
 MAP_CELLS = 1500
 _HEADING = 18  # pixels of a panel's heading
 MAP_NUMBERS = 6_000_000  # loads held in memory for the map of all layers: steps times experts
 
 _IDLE = f"less than {metrics.IDLE_SHARE:g} of the uniform share"
 _TITLE_HELP = (
-    f"Of this step's assignments in this layer alone. Idle: {_IDLE} (assignments / experts). "
-    "Busiest: the largest load over the uniform share. A single step carries sampling noise; "
-    "Overview judges windows of steps."
+    f"Of this step's assignments in this layer alone. Idle: {_IDLE} (assignments / experts); "
+    "purple begins lower, at 1/16. Busiest: the largest load over the uniform share. "
+    "A single step carries sampling noise; Overview judges windows of steps."
 )
 _COUNTS_HELP = """All of this step in this layer.
 
@@ -50,64 +49,6 @@ _COUNTS_HELP = """All of this step in this layer.
 
 A dash: not recorded, or there is no such thing in this run.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moment:
-    """One layer at one recorded step, beside the step recorded before it (None at the first).
-
-    The arrays (E,) are float64, NaN where not recorded; bias_E, before_bias_E None where there is none. The rest are
-    numbers of the step, NaN where not recorded.
-    """
-
-    step: int
-    top_k: int
-    load_E: NDArray[np.float64]
-    gate_mass_E: NDArray[np.float64]
-    mean_prob_E: NDArray[np.float64]
-    dropped_E: NDArray[np.float64]
-    bias_E: NDArray[np.float64] | None
-    tokens: float
-    rerouted: float
-    invalid: float
-    router_entropy: float
-    before_step: int | None
-    before_load_E: NDArray[np.float64] | None
-    before_bias_E: NDArray[np.float64] | None
-    before_tokens: float
-
-    @property
-    def assignments(self) -> float:
-        return float(self.load_E.sum())
-
-
-def moment(stats: data.LayerStats, step: int) -> Moment:
-    """What `stats` holds of `step`. Raises ValueError where that step was not recorded."""
-    row = stats.at(step)
-    before = row - 1 if row else None
-
-    def bias(at: int | None) -> NDArray[np.float64] | None:
-        if at is None or stats.expert_bias_SE is None or not np.isfinite(stats.expert_bias_SE[at]).any():
-            return None
-        return np.asarray(stats.expert_bias_SE[at], dtype=np.float64)
-
-    return Moment(
-        step=step,
-        top_k=stats.top_k,
-        load_E=stats.load_SE[row].astype(np.float64),
-        gate_mass_E=stats.gate_mass_SE[row],
-        mean_prob_E=stats.mean_prob_SE[row],
-        dropped_E=stats.dropped_SE[row].astype(np.float64),
-        bias_E=bias(row),
-        tokens=float(stats.tokens_S[row]),
-        rerouted=float(stats.rerouted_S[row]),
-        invalid=float(stats.invalid_S[row]),
-        router_entropy=float(stats.router_entropy_S[row]),
-        before_step=None if before is None else int(stats.steps_S[before]),
-        before_load_E=None if before is None else stats.load_SE[before].astype(np.float64),
-        before_bias_E=bias(before),
-        before_tokens=float("nan") if before is None else float(stats.tokens_S[before]),
-    )
 
 
 def render() -> None:
@@ -130,8 +71,9 @@ def render() -> None:
         st.caption(f"This run recorded no load while training: the steps shown are of phase {phase}.")
     stats = data.layer_stats(run, layer, phase)
     others = _all_layers(run, layers, stats)
+    whole = _strip(data.load_series(run, layer, phase), charts.theme()) if stats.steps_S.size > 1 else None
     player.replay(
-        stats.steps_S.tolist(), lambda step: _draw(step, run=run, stats=stats, others=others, phase=phase, head=head)
+        stats.steps_S.tolist(), lambda step: _draw(step, run=run, stats=stats, others=others, whole=whole, head=head)
     )
 
 
@@ -141,32 +83,39 @@ def _draw(
     run: Run,
     stats: data.LayerStats,
     others: dict[int, data.LayerStats],
-    phase: str,
+    whole: go.Figure | None,
     head: Any,
 ) -> None:
     theme = charts.theme()
     now = moment(stats, step)
-    series = data.load_series(run, stats.layer, phase)
     strip = st.container()
     picture, side = st.columns([4, 1.1], gap="medium")
     with side:
         if state.pick_layer(run) != stats.layer:
             st.rerun()  # steps and loads of the layer are read where the whole page runs
-        expert = state.pick_expert(stats.num_experts, label="Highlight")
+        expert = _pick_expert(stats.num_experts)
         _numbers_of_step(now)
-    with strip:
-        if stats.steps_S.size > 1:
-            charts.show(
-                _strip(series, step, expert, theme),
-                key="replay_strip",
-                alt=f"Load of every expert of layer {stats.layer} over the whole run; a line marks step {step}.",
-            )
+    if whole is not None:
+        with strip:
+            _where(whole, stats, step, expert)
     head.title(title_of(stats.layer, now), help=_TITLE_HELP)
     with picture:
         _bars(run, stats, now, expert, theme)
     _changes(now, has_more=stats.steps_S.size > 1)
     if others:
         _map(run, others, step, (stats.layer, expert), theme)
+
+
+def _pick_expert(num_experts: int) -> int | None:
+    """`state.pick_expert` as a list whatever the number of experts: there is no room here for buttons."""
+    chosen = state.pick_option(
+        "expert",
+        "Highlight",
+        ["all", *map(str, range(num_experts))],
+        format_func=lambda text: "None" if text == "all" else f"Expert {text}",
+        as_list=True,
+    )
+    return None if chosen == "all" else int(chosen)
 
 
 def title_of(layer: int, now: Moment) -> str:
@@ -194,7 +143,7 @@ def _numbers_of_step(now: Moment) -> None:
     st.metric(
         "Idle experts",
         NONE if np.isnan(idle) else f"{idle:.0f} of {experts}",
-        help=f"Experts with {_IDLE} in this step, those with no assignment included.",
+        help=f"Experts with {_IDLE} in this step, those with no assignment included. Purple begins lower, at 1/16.",
     )
     st.metric(
         "Router entropy",
@@ -222,9 +171,14 @@ def _share(part: float, whole: float) -> str:
 
 def _bars(run: Run, stats: data.LayerStats, now: Moment, expert: int | None, theme: Any) -> None:
     bias_range = _bias_range(stats)
+    nothing_E = np.full_like(now.load_E, np.nan)
+    marks = []
+    if len(now.load_E) <= MAX_MARKED:  # the figure draws none for more experts
+        marks += ["Dashes mark the step recorded before."] if stats.steps_S.size > 1 else []
+        marks += [] if np.isnan(now.gate_mass_E).all() else ["Diamonds mark each expert's share of the gate weights."]
     st.caption(
-        "Look for bars at the foot (purple: next to nothing) beside one that stands far above 1. "
-        "Dashes mark the step recorded before, diamonds each expert's share of the gate weights."
+        "Look for bars at the foot (purple: below 1/16 of the uniform share) beside one that stands far above 1. "
+        + " ".join(marks)
     )
     figure = load_bars(
         now.load_E,
@@ -232,7 +186,7 @@ def _bars(run: Run, stats: data.LayerStats, now: Moment, expert: int | None, the
         title=f"Load{' and bias' if bias_range else ''} per expert, layer {stats.layer}, step {now.step:,}",
         theme=theme,
         # Marks without a place at the first step: with none at all the legend would grow at the second.
-        previous_load_E=np.full_like(now.load_E, np.nan) if now.before_load_E is None else now.before_load_E,
+        previous_load_E=nothing_E if stats.steps_S.size > 1 and now.before_load_E is None else now.before_load_E,
         previous_step=now.before_step,
         gate_mass_E=None if np.isnan(now.gate_mass_E).all() else now.gate_mass_E,
         bias_E=now.bias_E,
@@ -241,16 +195,17 @@ def _bars(run: Run, stats: data.LayerStats, now: Moment, expert: int | None, the
         highlight=expert,
         wrap_at=200,  # one line at every step, so that nothing moves
     )
-    charts.show(
+    moving.show(
         figure,
         key="replay_bars",
         alt=f"Bars of load over the uniform share, one an expert. {title_of(stats.layer, now)}.",
-        numbers=expert_numbers(now),
     )
+    with st.expander("Numbers", icon=":material/table:"):
+        charts.table(expert_numbers(now), key="replay_experts")
     if expert is not None:
         st.caption(_of_expert(now, expert))
     if bias_range is None:
-        st.caption(f"No bias is drawn: this run's balancer ({_balancer(run, stats.layer)}) uses none for selection.")
+        st.caption(f"No bias is drawn: none is recorded here; the balancer is: {_balancer(run, stats.layer)}.")
     elif now.bias_E is not None:
         low, high = int(np.nanargmin(now.bias_E)), int(np.nanargmax(now.bias_E))
         st.caption(
@@ -281,7 +236,7 @@ def _changes(now: Moment, *, has_more: bool) -> None:
     else:
         st.subheader(f"What changed since step {now.before_step:,}", anchor=False)
         st.caption(_change_in_words(now))
-    gained, lost = changes(now)
+    gained, lost = changes(now, MOST)
     for column, heading, frame, key in zip(
         st.columns(2, gap="medium"), ("Gained most", "Lost most"), (gained, lost), ("gained", "lost"), strict=True
     ):
@@ -291,7 +246,7 @@ def _changes(now: Moment, *, has_more: bool) -> None:
                 frame,
                 hide_index=True,
                 width="stretch",
-                height=35 * (CHANGES + 1) + 3,  # fixed: fewer rows must not move what is below
+                height=35 * (MOST + 1) + 3,  # fixed: fewer rows must not move what is below
                 placeholder=NONE,
                 key=f"replay_{key}",
                 column_config={
@@ -319,51 +274,6 @@ def _change_in_words(now: Moment) -> str:
     return text
 
 
-def changes(now: Moment) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The experts that gained and that lost most assignments since the step before, most first, ties by expert."""
-    frame = pd.DataFrame({"expert": np.arange(len(now.load_E))})
-    before_E = np.full_like(now.load_E, np.nan) if now.before_load_E is None else now.before_load_E
-    frame["before"], frame["now"], frame["change"] = before_E, now.load_E, now.load_E - before_E
-    if now.bias_E is not None:
-        frame["bias change"] = np.nan if now.before_bias_E is None else now.bias_E - now.before_bias_E
-    gained = frame[frame["change"] > 0].sort_values(["change", "expert"], ascending=[False, True]).head(CHANGES)
-    lost = frame[frame["change"] < 0].sort_values(["change", "expert"]).head(CHANGES)
-    return _whole(gained), _whole(lost)
-
-
-def expert_numbers(now: Moment) -> pd.DataFrame:
-    """Everything the bars are drawn from, a row an expert; columns that were not recorded are left out."""
-    nothing_E = np.full_like(now.load_E, np.nan)
-    before_E = nothing_E if now.before_load_E is None else now.before_load_E
-    bias_E = nothing_E if now.bias_E is None else now.bias_E
-    ratio_E = metrics.load_ratio(now.load_E)
-    frame = pd.DataFrame(
-        {
-            "expert": np.arange(len(now.load_E)),
-            "assignments": now.load_E,
-            "load / uniform share": ratio_E,
-            "share of assignments (%)": 100 * ratio_E / len(now.load_E),
-            "gate weight (sum)": now.gate_mass_E,
-            "share of gate weight (%)": 100 * metrics.load_ratio(now.gate_mass_E) / len(now.load_E),
-            "mean router probability": now.mean_prob_E,
-            "bias": bias_E,
-            "dropped": now.dropped_E,
-            "before": before_E,
-            "change": now.load_E - before_E,
-            "bias change": nothing_E if now.before_bias_E is None else bias_E - now.before_bias_E,
-        }
-    )
-    return _whole(frame.dropna(axis="columns", how="all"))
-
-
-def _whole(frame: pd.DataFrame) -> pd.DataFrame:
-    """Counts as whole numbers, where they are whole."""
-    for name in ("assignments", "before", "now", "change", "dropped"):
-        if name in frame and (frame[name].isna() | (frame[name] % 1 == 0)).all():
-            frame[name] = frame[name].astype("Int64")
-    return frame
-
-
 def _bias_range(stats: data.LayerStats) -> tuple[float, float] | None:
     """Smallest and largest bias of the whole run; None where there never was one."""
     if stats.expert_bias_SE is None:
@@ -380,22 +290,42 @@ def _balancer(run: Run, layer: int) -> str:
 # ----------------------------------------------------------------------------------------------- where one is
 
 
-def _strip(series: LoadSeries, step: int, expert: int | None, theme: Any) -> go.Figure:
+def _strip(series: LoadSeries, theme: Any) -> go.Figure:
     """The heatmap of the whole run as a thin band; the bars below carry the colour bar."""
     figure = load_heatmap(
         [series],
-        title=f"The whole run in layer {series.layer}, the line at step {step:,}",
+        title=f"The whole run in layer {series.layer}; the line marks the step shown",
         theme=theme,
-        marker_step=step,
         max_columns=STRIP_COLUMNS,
         max_rows=STRIP_ROWS,
-        panel_height=90,
+        panel_height=STRIP_HEIGHT,
         wrap_at=200,
     )
     _without_heading(figure)
-    if expert is not None and expert < series.num_experts:
-        _frame_row(figure, expert_groups(series.num_experts, STRIP_ROWS), expert, theme)
+    first, last = figure.layout.xaxis.range
+    if last - first < 8:
+        figure.update_xaxes(dtick=1)
+    # "672-699" would reach into the axis title: the first expert of a row will do.
+    figure.update_yaxes(ticktext=[label.split("-")[0] for label in figure.layout.yaxis.tickvals])
     return _without_colour_bar(figure)
+
+
+def _where(whole: go.Figure, stats: data.LayerStats, step: int, expert: int | None) -> None:
+    figure = go.Figure(whole)
+    if expert is not None:
+        _frame_row(figure, expert_groups(stats.num_experts, STRIP_ROWS), expert)
+    first, last = figure.layout.xaxis.range
+    margin = figure.layout.margin
+    share = (step - first) / (last - first)
+    with st.container(key="replay_whole_run"):
+        # Not in the figure: that would be drawn anew at every step.
+        moving.line_at(
+            "replay_whole_run",
+            left=f"calc({margin.l}px + {share:.5f} * (100% - {margin.l + margin.r}px) - 1px)",
+            top=margin.t,
+            height=STRIP_HEIGHT,
+        )
+        charts.show(figure, key="replay_strip", alt=f"Load of every expert of layer {stats.layer} over the whole run.")
 
 
 def _without_heading(figure: go.Figure) -> None:
@@ -409,20 +339,12 @@ def _without_heading(figure: go.Figure) -> None:
     )
 
 
-def _frame_row(figure: go.Figure, first_R: NDArray[np.int64], expert: int, theme: Any) -> None:
+def _frame_row(figure: go.Figure, first_R: NDArray[np.int64], expert: int) -> None:
     row = int(np.searchsorted(first_R, expert, side="right")) - 1
-    line = {"color": palette(theme).text, "width": 1.5}
-    figure.add_shape(
-        type="rect",
-        xref="x domain",
-        x0=0,
-        x1=1,
-        yref="y",
-        y0=row - 0.5,
-        y1=row + 0.5,
-        line=line,
-        fillcolor="rgba(0,0,0,0)",
-    )
+    box = {"type": "rect", "xref": "x domain", "x0": 0, "x1": 1, "yref": "y", "y0": row - 0.5, "y1": row + 0.5}
+    # Cells are white to purple in both themes: a dark line with a light rim shows on all of them.
+    for colour, width in ((moving.LIGHT, 4), (moving.DARK, 1.5)):
+        figure.add_shape(**box, line={"color": colour, "width": width})
 
 
 def _without_colour_bar(figure: go.Figure) -> go.Figure:
@@ -455,7 +377,7 @@ def _map(run: Run, others: dict[int, data.LayerStats], step: int, selected: tupl
         height=200,
         max_rows=rows,
     )
-    clicked = charts.show(
+    clicked = moving.show(
         _without_colour_bar(figure),
         key="replay_map",
         alt=f"Map of the model's layers and experts in load colours of step {step}.",

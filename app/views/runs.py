@@ -167,7 +167,8 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
             "Loss",
             width=52,
             format="%.3f",
-            help=f"Training loss, auxiliary losses included, in nats per token for a language model: mean of {last}. No value where none was recorded or one of them is not finite.",
+            help=f"Training loss, auxiliary losses included, in nats per token for a language model: mean of {last}. "
+            "No value where none was recorded or one of them is not finite.",
         ),
         "loss_curve": column.LineChartColumn(
             "Loss curve",
@@ -246,7 +247,7 @@ def _problems(frame: pd.DataFrame) -> None:
     """One line for each run that ended early or cannot be read."""
     bad = frame[frame["problem"].notna()]
     lines = [
-        f"**{plain(run)}** is {status}: {plain(problem)}"
+        f"**{plain(run)}** ({status}): {plain(problem)}"
         for run, status, problem in bad[["run", "status", "problem"]].itertuples(index=False)
     ]
     place = st.container()

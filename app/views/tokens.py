@@ -45,15 +45,15 @@ def render() -> None:
         _nothing_recorded(run)
         return
 
-    phase_, layer_, step_, sequence_ = st.columns([2, 2, 4, 3])
-    with phase_:
+    controls = st.container(horizontal=True, gap="medium")
+    with controls:
         phase = state.pick_phase(phases)
-    with layer_:
         layer = state.pick_layer(run)
-    steps_S = data.decision_steps(run, phase)
-    with step_:
         asked = state.wanted("step")
-        step = state.pick_step(steps_S, help="Only steps whose single decisions were recorded.")
+        with st.container(width="stretch"):
+            step = state.pick_step(
+                data.decision_steps(run, phase), help="Only steps whose single decisions were recorded."
+            )
     decisions = data.decisions(run, step, layer, phase)
     if decisions.empty:
         st.info(f"No decisions of layer {layer} were recorded at step {step:,}. Choose another layer or step.")
@@ -63,7 +63,7 @@ def render() -> None:
     if len(rows) == 0:
         st.info("The tokens table names none of this step's tokens, so there is no text to colour.")
         return
-    with sequence_:
+    with controls, st.container(width=220):
         scope = _pick_scope(routes, run)
     stats = data.layer_stats(run, layer, phase)
     num_experts = max(stats.num_experts, int(rows.experts_TK.max(initial=0)) + 1)
@@ -75,7 +75,7 @@ def render() -> None:
     expert = _wanted_expert(num_experts)
     table, share_DE = token_routes.by_domain(seen, num_experts, domains, "first")
     title.title(
-        plain(_answer(share_E, share_DE, domains, len(seen), rows.experts_TK.shape[1], scope.words, expert)),
+        plain(_answer(seen, share_E, share_DE, domains, scope.words, expert)),
         help="Share of these tokens whose first choice is the expert; then the domain with the greatest share of its "
         "own tokens on one expert. An expert stands out above twice the uniform share 1/E, or above half of all.",
     )
@@ -113,11 +113,12 @@ def _pick_scope(routes: token_routes.Routes, run: Run) -> _Scope:
     names = {str(number): f"{name or 'sequence'} {number}" for number, name in found}
     names |= {_DOMAIN + name: f"all of {name}" for name in domains}
     names |= {"all": f"all {len(found):,} sequences"}
-    several = ["all", *(_DOMAIN + name for name in domains)] if len(found) > 1 else []
+    if len(found) == 1:
+        return _Scope(np.arange(len(rows)), "", [found[0][0]])
     chosen = state.pick_option(
         "sequence",
         "Sequence",
-        [*several, *(str(number) for number, _ in found)],
+        ["all", *(_DOMAIN + name for name in domains), *(str(number) for number, _ in found)],
         format_func=names.__getitem__,
         as_list=True,
         help="Title, colours and table are of these tokens.",
@@ -194,15 +195,15 @@ def _colour_buttons(legend: list[int], places: list[int]) -> None:
 
 
 def _answer(
+    seen: TokenRows,
     share_E: np.ndarray,
     share_DE: np.ndarray,
     domains: list[str],
-    num_tokens: int,
-    top_k: int,
     of: str,
     expert: int | None,
 ) -> str:
     """The page's title: where these tokens go, and the domain that goes most to one expert."""
+    num_tokens, top_k = seen.experts_TK.shape
     these = f"these {words.count(num_tokens, 'token')}{of}" if num_tokens != 1 else f"this token{of}"
     takes = "takes" if top_k == 1 else "is the first choice of"
     if expert is not None:
@@ -211,6 +212,9 @@ def _answer(
         if domains and part:
             most = int(share_DE[:, expert].argmax())
             text += f", and {words.percent(float(share_DE[most, expert]))} of {domains[most]}"
+        if top_k > 1:
+            any_ = float((seen.experts_TK == expert).any(axis=1).mean())
+            text += f"; {words.percent(any_) if any_ else 'none'} use it as any of their {top_k} choices"
         return text
     top = int(share_E.argmax())
     if share_E[top] == 0:
@@ -221,9 +225,8 @@ def _answer(
         text = f"No expert stands out: the busiest, {top}, {takes} {words.percent(float(share_E[top]))} of {these}"
     if domains:
         where, most = divmod(int(share_DE.argmax()), share_DE.shape[1])
-        goes = "goes to" if top_k == 1 else "chooses first"
-        share = words.percent(float(share_DE[where, most]))
-        text += f"; {domains[where]} {goes} expert {most} for {share}"
+        goes = "goes to" if top_k == 1 else "goes first to"
+        text += f"; {domains[where]} {goes} expert {most} for {words.percent(float(share_DE[where, most]))}"
     return text
 
 
@@ -288,7 +291,9 @@ def _text(rows: TokenRows, scope: _Scope, places: list[int], expert: int | None,
     among = len(np.unique(rows.sequence_T[scope.index_T]))
     notes = ["Look for one colour that fills a kind of text. Point at a token for its place, experts and weights."]
     if len(scope.shown) < among:
-        notes.append(f"Text of {len(scope.shown)} of {among} sequences, one of each domain; choose others above.")
+        of_each = len({rows.domain(int(np.argmax(rows.sequence_T == number))) for number in scope.shown})
+        which = ", one of each domain" if 1 < of_each == len(scope.shown) else ""
+        notes.append(f"Text of {len(scope.shown)} of {among} sequences{which}; choose others above.")
     if cut:
         notes.append(f"Of each sequence the first {each:,} tokens.")
     if expert is not None and rows.experts_TK.shape[1] > 1:
@@ -323,8 +328,8 @@ def _matrix(routes: token_routes.Routes, sequence: int, num_experts: int, layer:
         weight_limit=min(1.0, 4 / k),
     )
     st.caption(
-        "Gate weight of each token's experts: rows that stay empty are experts this text does not use. "
-        "Choose a sequence above to see another one."
+        "Gate weight of each token's experts: rows that stay empty are experts this text does not use."
+        + (" Choose a sequence above to see another one." if len(np.unique(routes.rows.sequence_T)) > 1 else "")
     )
     charts.show(
         figure,

@@ -3,6 +3,9 @@
 Shapes: E experts, T tokens, K top-k.
 """
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -87,6 +90,29 @@ def _write_run(
 def write_run() -> Callable[..., Path]:
     """`write_run(folder, run_id, steps, ...)`: see `_write_run`."""
     return _write_run
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two runs really recorded, 60 steps each: "plain" without a balancer, "aux" top-2 with the aux loss.
+
+    Both of 2 MoE layers of 8 experts, decisions every 10 steps, a probe every 20. Only to be read.
+    """
+    folder = tmp_path_factory.mktemp("recorded")
+    root = MAIN.parents[1]
+    small = "--num-layers 2 --moe-frequency 1 --d-model 16 --d-ff 32 --num-heads 2 --num-experts 8 --batch-size 4"
+    often = "--seq-len 32 --steps 60 --probe-every 20 --decisions-every 10"
+    corpus = ["--corpus", str(root / "recorder"), "--corpus", str(root / "moe_core")]
+    for name, balancer in (("plain", "--balancer none"), ("aux", "--balancer aux --top-k 2")):
+        options = [*small.split(), *often.split(), *balancer.split(), *corpus, "--name", name]
+        subprocess.run(
+            [sys.executable, "-m", "recorder.cli", "record", *options, "--out", str(folder)],
+            check=True,
+            capture_output=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        next(folder.glob(f"{name}-*")).rename(folder / name)
+    return folder
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_ticks_name_idle_uniform_beyond_and_the_bound():
     assert named["1 (uniform)"] == 0.0
     assert named["4x (all tokens)"] == 2.0
     assert "4x" not in named
-    assert {"idle", "beyond 16x"} <= named.keys()
+    assert {"below 1/16", "beyond 16x"} <= named.keys()
     assert dict(zip(*reversed(theme.load_ticks(bound=112.0)), strict=True)).keys() >= {"16x", "beyond 16x"}
 
 

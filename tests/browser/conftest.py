@@ -13,13 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from app import jobs
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_runs"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
 PATIENCE_MS = 60_000  # a page takes a second or two; the machine may be busy
+expect.set_options(timeout=PATIENCE_MS)
 
 
 @dataclass
@@ -113,6 +116,9 @@ def serve(home: Path, runs: Path, folders: list[Path]) -> Iterator[Dashboard]:
     finally:
         server.terminate()
         server.wait(timeout=30)
+        # recordings outlive the server on purpose: not those of a test that failed
+        for job in jobs.jobs(runs):
+            jobs.cancel(job)
     text = log.read_text()
     assert not re.search(r"Traceback|Error|[Ww]arning|deprecat", text), text
 

@@ -160,9 +160,9 @@ def test_a_wrong_value_is_named_and_nothing_starts(page, dashboard):
 
 def test_a1_a_click_on_the_heatmap_opens_that_layer_and_expert(page, dashboard):
     dashboard.open(page, "overview?run=none")
-    plot = page.locator(".js-plotly-plot").filter(has=page.locator(".heatmaplayer")).first
-    plot.scroll_into_view_if_needed()
-    area = plot.locator(".plot .heatmaplayer").first.bounding_box()
+    panel = page.locator(".st-key-load .nsewdrag").first
+    panel.scroll_into_view_if_needed()
+    area = panel.bounding_box()
     page.mouse.click(area["x"] + area["width"] * 0.5, area["y"] + area["height"] * 0.5)
     page.wait_for_url(re.compile("/replay"))
     dashboard.settle(page)
