@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,7 +65,7 @@ def _with_value(message: str, given: Sequence[str]) -> str:
     if match is None:
         return " ".join(message.split())
     option = match["option"]
-    typed = [after for at, after in zip(given, given[1:], strict=False) if at == option]
+    typed = [after for at, after in pairwise(given) if at == option]
     typed += [text.partition("=")[2] for text in given if text.startswith(f"{option}=")]
     value = f" {typed[-1]!r}" if typed and repr(typed[-1]) not in match["why"] else ""
     return " ".join(f"invalid value for {option}{value}: {match['why']}".split())
