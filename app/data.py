@@ -22,6 +22,7 @@ import streamlit as st
 from app import folders
 from app.figures.inputs import LoadSeries
 from moe_core import metrics
+from moe_core.curves import downsample
 from recorder.reader import Run, RunInfo, list_runs
 from recorder.summary import run_row, summarise
 
@@ -322,7 +323,7 @@ def _spark(steps_S: np.ndarray, values_S: np.ndarray) -> list[float]:
     finite_S = np.isfinite(values_S)
     if not finite_S.any():
         return []
-    _, values = metrics.downsample(steps_S[finite_S], values_S[finite_S], SPARK_POINTS)
+    _, values = downsample(steps_S[finite_S], values_S[finite_S], SPARK_POINTS)
     return [float(value) for value in values]
 
 

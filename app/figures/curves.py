@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from app.figures.inputs import Curve, ReferenceLine
 from app.figures.labels import number, plain
 from app.figures.theme import Theme, categorical_colour, figure_layout, line_dash, palette
-from moe_core.metrics import downsample, smooth
+from moe_core.curves import downsample, smooth
 
 MAX_POINTS = 2000
 _MIN_POINTS = 5  # the fewest that `downsample` can keep: first, last, minimum, maximum, a gap
@@ -47,7 +47,7 @@ def metric_curves(
 
     curves: see `Curve`; panels stand in the order they first come. y_title: name and unit of the values.
     lines: bounds and balanced values, drawn dashed and labelled, always within the picture.
-    smoothing: weight of `moe_core.metrics.smooth`, 0 draws the values as they are; otherwise they stay faintly behind.
+    smoothing: weight of `moe_core.curves.smooth`, 0 draws the values as they are; otherwise they stay faintly behind.
     log_y: logarithmic values; what is zero or negative then gets a mark at the foot, as non-finite values do.
     y_floor: lowest value of the axis (0 for counts). max_points: per curve; beyond it curves are down-sampled, their
     minima and maxima kept, and the note says so. marker_step: a line at this step.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_core import metrics
+from moe_core import curves, metrics
 
 # A RuntimeWarning on zeros would fail every test here.
 pytestmark = pytest.mark.filterwarnings("error")
@@ -220,7 +220,7 @@ class TestAgainstReference:
 
     @given(st.lists(any_float, max_size=30), st.floats(0, 1))
     def test_smoothing(self, values: list[float], weight: float) -> None:
-        capped = min(weight, metrics.MAX_SMOOTHING)
+        capped = min(weight, curves.MAX_SMOOTHING)
         expected, finite = [], []
         for value in values:
             if math.isfinite(value):
@@ -230,7 +230,7 @@ class TestAgainstReference:
             else:
                 expected.append(value)
         np.testing.assert_allclose(
-            metrics.smooth(values, weight),
+            curves.smooth(values, weight),
             expected,
             rtol=1e-6,
             atol=1e-9 * max([1.0, *map(abs, finite)]),
@@ -239,7 +239,7 @@ class TestAgainstReference:
     @settings(max_examples=200)
     @given(st.lists(st.one_of(any_float, st.just(0.0)), max_size=200), st.integers(5, 60))
     def test_downsampling_keeps_what_matters(self, values: list[float], max_points: int) -> None:
-        x, y = metrics.downsample(np.arange(len(values)), values, max_points)
+        x, y = curves.downsample(np.arange(len(values)), values, max_points)
         assert len(x) <= max(max_points, 0)
         assert (np.diff(x) > 0).all()
         np.testing.assert_array_equal(y, np.asarray(values)[x.astype(int)])
@@ -268,31 +268,31 @@ class TestAgainstReference:
 
 
 def test_x2_smoothing() -> None:
-    np.testing.assert_allclose(metrics.smooth([8, 2, 2, 2], 0.8), [8, 4.6667, 3.5738, 3.0407], atol=5e-5)
-    np.testing.assert_allclose(metrics.smooth([1, 3], 0.6), [1, 2.25], atol=1e-12)
-    assert metrics.smooth([1e-4] * 500, 0.9).tolist() == [1e-4] * 500
+    np.testing.assert_allclose(curves.smooth([8, 2, 2, 2], 0.8), [8, 4.6667, 3.5738, 3.0407], atol=5e-5)
+    np.testing.assert_allclose(curves.smooth([1, 3], 0.6), [1, 2.25], atol=1e-12)
+    assert curves.smooth([1e-4] * 500, 0.9).tolist() == [1e-4] * 500
 
 
 @pytest.mark.parametrize("weight", [1, 1.0, 5.0, math.inf])
 def test_x2_weight_is_capped_below_one(weight: float) -> None:
-    smoothed = metrics.smooth([0.0] + [1.0] * 20_000, weight)
+    smoothed = curves.smooth([0.0] + [1.0] * 20_000, weight)
     assert smoothed[1] > 0
     assert smoothed[-1] == pytest.approx(1.0, abs=1e-6)
 
 
 def test_x2_non_finite_values_are_skipped() -> None:
-    smoothed = metrics.smooth([8, NAN, 2, math.inf, 2, -math.inf], 0.8)
+    smoothed = curves.smooth([8, NAN, 2, math.inf, 2, -math.inf], 0.8)
     np.testing.assert_allclose(smoothed, [8, NAN, 4.6667, math.inf, 3.5738, -math.inf], atol=5e-5)
     # An optional column: null before the first value.
-    np.testing.assert_allclose(metrics.smooth([None, 3.0, None], 0.5), [NAN, 3.0, NAN])  # type: ignore[arg-type]
-    assert metrics.smooth([], 0.5).shape == (0,)
+    np.testing.assert_allclose(curves.smooth([None, 3.0, None], 0.5), [NAN, 3.0, NAN])  # type: ignore[arg-type]
+    assert curves.smooth([], 0.5).shape == (0,)
 
 
 def test_x4_a_single_spike_survives() -> None:
     y = np.zeros(10_000)
     y[5432] = 9.0
     for max_points in (5, 100, 2000):
-        x, kept = metrics.downsample(np.arange(10_000), y, max_points)
+        x, kept = curves.downsample(np.arange(10_000), y, max_points)
         assert len(x) <= max_points
         assert (x[0], x[-1]) == (0, 9_999)
         assert kept[x == 5432].tolist() == [9.0]
@@ -302,14 +302,14 @@ def test_x4_a_single_spike_survives() -> None:
 def test_x4_a_downward_spike_beside_a_gap_survives() -> None:
     y = np.ones(10_000)
     y[[4000, 4001]] = [NAN, -3.0]
-    x, kept = metrics.downsample(np.arange(500, 10_500), y, 200)
+    x, kept = curves.downsample(np.arange(500, 10_500), y, 200)
     assert len(x) <= 200
     assert kept[x == 4501].tolist() == [-3.0]
     assert np.isnan(kept[x == 4500]).all()
 
 
 def test_x4_short_curves_are_left_alone() -> None:
-    x, y = metrics.downsample(["a", "b"], [1, 2], 5)
+    x, y = curves.downsample(["a", "b"], [1, 2], 5)
     assert (x.tolist(), y.tolist(), y.dtype.kind) == (["a", "b"], [1, 2], "i")
 
 
@@ -365,11 +365,11 @@ def test_router_and_load_entropy_are_different_things() -> None:
         (lambda: metrics.rolling_window_load([[1]], -1), "window=-1"),
         (lambda: metrics.aux_loss([1, 2], [0.5, 0.25, 0.25]), r"2 experts, mean_prob has shape \(3,\)"),
         (lambda: metrics.router_entropy([0.5, 0.5]), r"\(2,\)"),
-        (lambda: metrics.smooth([1], -0.1), "weight=-0.1"),
-        (lambda: metrics.smooth([1], NAN), "weight=nan"),
-        (lambda: metrics.smooth([[1]], 0.5), r"\(1, 1\)"),
-        (lambda: metrics.downsample([1, 2], [1], 10), r"\(2,\) and \(1,\)"),
-        (lambda: metrics.downsample([1], [1], 4), "max_points=4"),
+        (lambda: curves.smooth([1], -0.1), "weight=-0.1"),
+        (lambda: curves.smooth([1], NAN), "weight=nan"),
+        (lambda: curves.smooth([[1]], 0.5), r"\(1, 1\)"),
+        (lambda: curves.downsample([1, 2], [1], 10), r"\(2,\) and \(1,\)"),
+        (lambda: curves.downsample([1], [1], 4), "max_points=4"),
         (lambda: metrics.count_load([0], 0), "num_experts=0"),
     ],
 )
@@ -379,5 +379,5 @@ def test_refusals_name_the_value(call: object, named: str) -> None:
 
 
 def test_importing_metrics_loads_no_torch() -> None:
-    code = "import sys, moe_core.metrics, moe_core.layout; sys.exit('torch' in sys.modules)"
+    code = "import sys, moe_core.metrics, moe_core.layout, moe_core.curves; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
