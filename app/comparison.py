@@ -269,7 +269,10 @@ def table(runs: Sequence[Compared], summaries: Sequence[Mapping[str, Any]], laye
         line |= {_column(one.label): number for one, number in zip(runs, values, strict=True)}
         if two:
             line["difference"] = values[1] - values[0] if comparable else None
-        line["better"] = _better(metric, runs, values) if comparable else None
+        if metric.key == "ce_loss":
+            line["better"] = _lower_loss(runs, window) if comparable else None
+        else:
+            line["better"] = _better(metric, runs, values) if comparable else None
         line["what it is"] = metric.meaning
         lines.append(line)
     frame = pd.DataFrame(lines)
@@ -305,6 +308,25 @@ def _better(metric: Metric, runs: Sequence[Compared], values: Sequence[float]) -
     best = min(values) if metric.better == "lower" else max(values)
     winners = [one.label for one, number in zip(runs, values, strict=True) if number == best]
     return "equal" if len(winners) == len(runs) else listed(winners)
+
+
+def _lower_loss(runs: Sequence[Compared], window: Window) -> str | None:
+    """The runs with the lowest cross-entropy, those within noise of it included; None where that says nothing.
+
+    Noise is twice the standard error of the differences at the same steps. Runs of other active parameters are not
+    set against each other.
+    """
+    active = {(one.run.manifest.get("model") or {}).get("parameters_active") for one in runs}
+    if len(active) > 1 or len(window.steps) < 2:
+        return None
+    losses = [data.steps(one.run).set_index("step")["ce_loss"].reindex(window.steps) for one in runs]
+    losses_RS = np.array([loss.to_numpy(np.float64, na_value=np.nan) for loss in losses])
+    if not np.isfinite(losses_RS).all():
+        return None
+    behind_RS = losses_RS - losses_RS[losses_RS.mean(axis=1).argmin()]
+    error_R = behind_RS.std(axis=1, ddof=1) / np.sqrt(behind_RS.shape[1])
+    winners = [one.label for one, near in zip(runs, behind_RS.mean(axis=1) <= 2 * error_R, strict=True) if near]
+    return "equal within noise" if len(winners) == len(runs) else listed(winners)
 
 
 def _column(label: str) -> str:

@@ -249,7 +249,10 @@ def _row(path: Path, stamp: Hashable) -> dict[str, Any]:
     run, error = open_run(path)
     line: dict[str, Any] = {"run_id": path.name, "name": path.name, "path": str(path), "status": "unreadable"}
     line |= dict.fromkeys(
-        ("balancer", "num_experts", "top_k", "last_step", "loss", "max_violation", "dead_experts", "idle_experts")
+        (
+            *("balancer", "num_experts", "top_k", "last_step", "loss", "ce_loss"),
+            *("max_violation", "max_violation_window", "dead_experts", "idle_experts"),
+        )
     )
     curves: dict[str, Any] = {"num_steps": 0, "loss_curve": [], "violation_curve": []}
     if run is not None:

@@ -165,16 +165,13 @@ def busiest(share_E: np.ndarray, count: int, *, always: int | None = None) -> li
     return order
 
 
-def colour_places(shown: Sequence[int], total_E: np.ndarray) -> list[int]:
-    """Experts in the order of the categorical colours, so that an expert keeps its colour from step to step.
+def colour_owners(total_E: np.ndarray) -> list[int]:
+    """The experts that have a colour, in the order of the colours: the busiest of the whole run.
 
-    The experts busiest over the whole run (`total_E`, their loads summed) own a colour each. Those among `shown`
-    have it; a colour whose owner is not shown goes to an expert that is shown and owns none.
+    total_E: their loads summed over all training steps. It depends on run and layer alone, so that an expert keeps
+    its colour whatever step, phase or sequence is shown.
     """
-    owners = [int(e) for e in np.lexsort((np.arange(len(total_E)), -total_E))[: len(OKABE_ITO)]]
-    guests = [expert for expert in shown if expert not in owners]
-    places = [guests.pop(0) if guests and owner not in shown else owner for owner in owners]
-    return places + guests
+    return [int(e) for e in np.lexsort((np.arange(len(total_E)), -total_E))[: len(OKABE_ITO)]]
 
 
 def sequences(rows: TokenRows) -> list[tuple[int, str | None]]:

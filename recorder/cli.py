@@ -223,8 +223,8 @@ def runs(
     elif not rows:
         print(f"no runs in {folder}; record one with: routescope record --out {folder}")
     else:
-        columns = ["run_id", "status", "balancer", "num_experts", "top_k", "last_step", "loss", "max_violation"]
-        columns += ["dead_experts", "idle_experts"]
+        columns = ["run_id", "status", "balancer", "num_experts", "top_k", "last_step", "loss", "ce_loss"]
+        columns += ["max_violation", "max_violation_window", "dead_experts", "idle_experts"]
         _print_table(columns, [[row[column] for column in columns] for row in rows])
 
 

@@ -71,7 +71,9 @@ def run_row(run: Run, window: int = 50) -> dict[str, Any]:
         "top_k": worst("top_k"),
         "last_step": summary["last_step"],
         "loss": summary["losses"]["loss"],
-        "max_violation": worst("max_violation_window"),
+        "ce_loss": summary["losses"]["ce_loss"],
+        "max_violation": worst("max_violation"),
+        "max_violation_window": worst("max_violation_window"),
         "dead_experts": worst("dead_experts"),
         "idle_experts": worst("idle_experts"),
     }

@@ -48,44 +48,39 @@ class HeatmapCells:
 
 
 def heatmap_cells(series: LoadSeries, *, max_columns: int = MAX_COLUMNS, max_rows: int = MAX_ROWS) -> HeatmapCells:
-    """Pool one series into cells, by the maximum of load / uniform share (see `app.figures.pooling`).
+    """Pool one series into cells, steps by their sum and experts by the maximum (see `app.figures.pooling`).
 
-    numbers_RCN holds, per cell: first step, largest load / uniform share, assignments in all, last step, mean load /
-    uniform share over what the cell covers, first expert, last expert.
+    numbers_RCN holds, per cell: first step, load / uniform share of the steps together, assignments in all, last step,
+    smallest and largest load / uniform share of a single step and expert that the cell covers, first expert, last
+    expert.
     """
-    ratio_SE = np.asarray(load_ratio(series.load_SE), dtype=np.float64).reshape(series.load_SE.shape)
     columns = step_columns(series.steps_S, max_columns)
     first_R = expert_groups(series.num_experts, max_rows)
     last_R = np.append(first_R[1:], series.num_experts) - 1
-    pooled_CR = pool_experts(pool_columns(ratio_SE, columns), first_R)
+    load_CE = pool_columns(series.load_SE, columns)
+    pooled_CR = pool_experts(np.asarray(load_ratio(load_CE)).reshape(load_CE.shape), first_R)
 
     filled = ~columns.hole_C
-    shape = pooled_CR.shape
-    numbers = np.full((*shape, 7), np.nan)
+    numbers = np.full((*pooled_CR.shape, 8), np.nan)
     numbers[..., 1] = pooled_CR
-    numbers[..., 5] = first_R
-    numbers[..., 6] = last_R
+    numbers[..., 6] = first_R
+    numbers[..., 7] = last_R
     if filled.any():
         start = columns.start_C[filled]
         numbers[filled, :, 0] = series.steps_S[start][:, None]
         numbers[filled, :, 3] = series.steps_S[columns.stop_C[filled] - 1][:, None]
-        known_SE = ~np.isnan(ratio_SE)
-        covered = _sum_blocks(known_SE, start, first_R)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            numbers[filled, :, 4] = _sum_blocks(np.where(known_SE, ratio_SE, 0.0), start, first_R) / covered
-        assignments = _sum_blocks(np.nan_to_num(series.load_SE.astype(np.float64)), start, first_R)
-        numbers[filled, :, 2] = np.where(covered > 0, assignments, np.nan)
+        assignments = np.add.reduceat(load_CE[filled], first_R, axis=1)
+        numbers[filled, :, 2] = np.where(np.isnan(pooled_CR[filled]), np.nan, assignments)
+        ratio_SE = np.asarray(load_ratio(series.load_SE), dtype=np.float64).reshape(series.load_SE.shape)
+        for place, extreme in ((4, np.fmin), (5, np.fmax)):
+            by_column = extreme.reduceat(ratio_SE, start, axis=0)
+            numbers[filled, :, place] = extreme.reduceat(by_column, first_R, axis=1)
     return HeatmapCells(
         z_RC=load_z(pooled_CR).T,
         columns=columns,
         labels=group_labels(first_R, series.num_experts),
         numbers_RCN=numbers.transpose(1, 0, 2),
     )
-
-
-def _sum_blocks(values_SE: NDArray, start_C: NDArray[np.int64], first_R: NDArray[np.int64]) -> NDArray[np.float64]:
-    by_column = np.add.reduceat(values_SE.astype(np.float64), start_C, axis=0)
-    return np.asarray(np.add.reduceat(by_column, first_R, axis=1))
 
 
 def load_heatmap(
@@ -145,7 +140,7 @@ def load_heatmap(
                 continue
             one, panel = by_panel[layer, run], cells[layer, run]
             hover = _hover(one, panel)
-            _add_cells(fig, row, col, panel, hover, fields=5 if _pooled(one, panel) else 3)
+            _add_cells(fig, row, col, panel, hover, fields=6 if _pooled(one, panel) else 3)
             _mark_beyond(fig, row, col, panel)
             if clickable and click_stride <= MAX_CLICK_STRIDE:
                 _add_points(fig, row, col, panel, layer, hover, click_stride)
@@ -222,13 +217,14 @@ def _note(cells: Sequence[HeatmapCells]) -> str | None:
     parts = []
     steps = max((c.columns.per_column for c in cells), default=1)
     if steps > 1:
-        parts.append(f"each column shows an expert's busiest of {steps} recorded steps")
-    experts = max((c.numbers_RCN[:, :, 6] - c.numbers_RCN[:, :, 5]).max(initial=0) + 1 for c in cells) if cells else 1
+        parts.append(f"each column sums {steps} recorded steps")
+    experts = max((c.numbers_RCN[:, :, 7] - c.numbers_RCN[:, :, 6]).max(initial=0) + 1 for c in cells) if cells else 1
     if experts > 1:
-        parts.append(f"each row the busiest of {int(experts)} experts")
+        parts.append(f"each row shows the busiest of {int(experts)} experts")
     if not parts:
         return None
-    return ", ".join(parts).capitalize() + "; purple only where all of them are below 1/16."
+    text = ", ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _pooled(series: LoadSeries, cells: HeatmapCells) -> bool:
@@ -236,14 +232,14 @@ def _pooled(series: LoadSeries, cells: HeatmapCells) -> bool:
 
 
 def _hover(series: LoadSeries, cells: HeatmapCells) -> str:
-    """Hover template; customdata holds the first three numbers of `heatmap_cells`, where pooled the first five."""
+    """Hover template; customdata holds the first three numbers of `heatmap_cells`, where pooled the first six."""
     step = "step %{customdata[0]:,d}"
     if cells.columns.per_column > 1:
         step = "steps %{customdata[0]:,d} to %{customdata[3]:,d}"
     lines = [f"<b>{plain(series.run)}</b>, layer {series.layer}", f"expert %{{y}}, {step}"]
     if _pooled(series, cells):
-        lines.append("busiest %{customdata[1]:.3f} x the uniform share, mean %{customdata[4]:.3f} x")
-        lines.append("%{customdata[2]:,d} assignments in all")
+        lines.append("%{customdata[1]:.3f} x the uniform share, %{customdata[2]:,d} assignments in all")
+        lines.append("single steps: %{customdata[4]:.3f} x to %{customdata[5]:.3f} x")
     else:
         lines.append("%{customdata[1]:.3f} x the uniform share")
         lines.append("%{customdata[2]:,d} assignments")
@@ -309,8 +305,8 @@ def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: 
     known_r, known_c = known_r[here], known_c[here]
     numbers = cells.numbers_RCN[known_r, known_c]
     centres = (cells.columns.edges[:-1] + cells.columns.edges[1:]) / 2
-    data = np.column_stack([np.full(len(known_r), layer), numbers[:, 5], numbers[:, 0], numbers[:, :5]])
-    for i in reversed(range(5)):  # the points carry three more fields in front
+    data = np.column_stack([np.full(len(known_r), layer), numbers[:, 6], numbers[:, 0], numbers[:, :6]])
+    for i in reversed(range(6)):  # the points carry three more fields in front
         hover = hover.replace(f"customdata[{i}]", f"customdata[{i + 3}]")
     fig.add_trace(
         go.Scatter(

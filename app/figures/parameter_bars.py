@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from app.figures.labels import next_step, number
+from app.figures.labels import next_step
 from app.figures.model_map import is_moe
 from app.figures.theme import Theme, figure_layout, palette
 
@@ -46,7 +46,7 @@ def parameter_bars(
             y=values,
             name=name,
             marker={"color": colour, "line": {"color": p.block_line, "width": 1 if labelled else 0}},
-            text=[f"{number(t)}x" if is_moe(layer) else "" for t, layer in zip(times, layers, strict=True)]
+            text=[f"{t:.2f}x" if is_moe(layer) else "" for t, layer in zip(times, layers, strict=True)]
             if factors and labelled
             else None,
             textposition="outside",

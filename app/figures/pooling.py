@@ -1,9 +1,10 @@
 """Fewer cells than data: how steps and experts are pooled so that a hot expert and a dead one both stay visible.
 
-A cell shows the *maximum* of load / uniform share over what it covers. A single hot step of a single expert is then
-never lost, and a cell has the idle colour only where every step (and every expert) it covers is idle: an expert that
-is dead stays so at any zoom. The price is that noise looks a little redder than it is, so the figures pool only where
-they must, and say what they did.
+Steps are pooled by their *sum*: a column shows the load of its few steps together over the uniform share of them, a
+window as the metrics take it. A maximum would let the noise of balanced training look like overload (measured on a
+quantile run: 45% of cells above the uniform share become 68% at two steps a column), and would hide how often an expert
+gets nothing. Experts are pooled by the *maximum*, so that a hot one stays visible among its neighbours. The hover tells
+the extremes that a cell covers.
 """
 
 from __future__ import annotations
@@ -87,13 +88,13 @@ def step_columns(steps_S: NDArray[np.int64], max_columns: int) -> StepColumns:
     )
 
 
-def pool_columns(ratio_SE: NDArray[np.float64], columns: StepColumns) -> NDArray[np.float64]:
-    """Maximum of each expert over each column: (S, E) -> (C, E). NaN for holes and where nothing is known."""
-    pooled = np.full((len(columns.start_C), ratio_SE.shape[1]), np.nan)
+def pool_columns(load_SE: NDArray, columns: StepColumns) -> NDArray[np.float64]:
+    """Assignments of each expert over each column: (S, E) -> (C, E). NaN for holes."""
+    pooled = np.full((len(columns.start_C), load_SE.shape[1]), np.nan)
     filled = ~columns.hole_C
     if filled.any():
-        # fmax skips NaN, and the starts of filled columns split the records without overlap.
-        pooled[filled] = np.fmax.reduceat(ratio_SE, columns.start_C[filled], axis=0)
+        # the starts of filled columns split the records without overlap
+        pooled[filled] = np.add.reduceat(np.nan_to_num(load_SE.astype(np.float64)), columns.start_C[filled], axis=0)
     return pooled
 
 

@@ -111,7 +111,8 @@ def _say_what_differs(compared: Sequence[Compared], layers: Sequence[int], steps
     if any(set(one.layers) != set(layers) for one in compared):
         text += " Their MoE layers differ."
     if steps_S.size:
-        text += f" They share {words.count(steps_S.size, 'recorded step')}, {steps_S[0]:,} to {steps_S[-1]:,}."
+        text += f" They share {words.count(steps_S.size, 'recorded step')}, {steps_S[0]:,} to {steps_S[-1]:,};"
+        text += f" the title is about {comparison.window_of(steps_S).words.split(' that all')[0]} of them."
     st.caption(text)
 
 
@@ -135,9 +136,9 @@ def _heatmaps(
     series = [_series(one, layer) for one in compared for layer in one.layers if layer in layers]
     which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {words.listed([str(layer) for layer in layers])}"
     busiest = [
-        f"{one.label} {words.value(max(ratios))}x"
+        f"{one.label} {words.value(ratio)}x" + (f" (layer {where})" if len(layers) > 1 else "")
         for one, found in zip(compared, summaries, strict=True)
-        if (ratios := _busiest(found, layers))
+        for ratio, where in _busiest(found, layers)
     ]
     charts.show(
         load_heatmap(
@@ -152,9 +153,10 @@ def _heatmaps(
     )
 
 
-def _busiest(found: Mapping[str, Any], layers: Sequence[int]) -> list[float]:
-    entries = [entry for entry in found["layers"] if entry["layer"] in layers]
-    return [entry["max_violation_window"] + 1 for entry in entries if entry["max_violation_window"] is not None]
+def _busiest(found: Mapping[str, Any], layers: Sequence[int]) -> list[tuple[float, int]]:
+    """The largest load over the uniform share among these layers, and in which; [] where there is none."""
+    known = [e for e in found["layers"] if e["layer"] in layers and e["max_violation_window"] is not None]
+    return sorted((entry["max_violation_window"] + 1, entry["layer"]) for entry in known)[-1:]
 
 
 def _load_numbers(series: Sequence[LoadSeries]) -> pd.DataFrame:
@@ -277,7 +279,8 @@ def _table(
         f"Metrics of layer {layer}",
         anchor=False,
         help="Better is marked only where the runs can be compared: at steps they share; the loss where text and "
-        "tokens are the same; balance where experts and top-k are the same. Router entropy and aux loss have no "
+        "tokens and active parameters are the same and the difference is above two standard errors of the steps' "
+        "differences; balance where experts and top-k are the same. Router entropy and aux loss have no "
         "better side. One run of each: how much another seed would change is not known.",
     )
     st.caption(
@@ -308,7 +311,7 @@ def _curves(
     with left:
         violation = _values(with_layer, layer, "max_violation_window")
         charts.show(
-            violation_curves(series, title=f"max_violation, {window.short}: {violation}", **common),
+            violation_curves(series, title=f"max_violation, {window.short}: {violation}", log_y=True, **common),
             key="compare_violation",
             alt=f"max_violation of layer {layer} by step; over the {window.short}: {violation}.",
             numbers=_curve_numbers(series, "max_violation"),
@@ -359,6 +362,7 @@ def _losses(compared: Sequence[Compared], summaries: Sequence[Mapping[str, Any]]
             y_title="nats per token",
             theme=charts.theme(),
             smoothing=_SMOOTHING,
+            note="The thick line is an average of past steps: while the loss falls it trails by about 4 steps.",
         ),
         key="compare_loss",
         alt=f"Cross-entropy of each run by step; mean over the {window.short}: {ends}.",

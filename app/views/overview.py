@@ -236,6 +236,7 @@ def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
             value(aux_mean),
             f"E * sum of f_i P_i, normalised so that uniform gives 1, without its coefficient; f: shares of the "
             f"assignments, P: mean router probabilities. Mean of the steps' values {over}; the worst MoE layer. "
+            + "Below 1 where the router's probabilities lean to experts that get less. "
             + ("As recorded." if recorded else "Computed from load and mean_prob: none was recorded in this run."),
         )
         total = len(data.steps(run))

@@ -22,6 +22,7 @@ from recorder.reader import Run
 NO_EXPERT = "no expert"
 _CURVE_POINTS = 10_000  # of all curves of a chart
 _LARGE_PANELS = 4  # more layers, and their small charts are lower
+LOSS_WINDOW = 50
 _LOSSES = (  # (name, phase, column)
     ("training loss", "train", "loss"),
     ("cross-entropy", "train", "ce_loss"),
@@ -150,11 +151,13 @@ def _loss_title(curves: Sequence[Curve]) -> str:
     finite = np.flatnonzero(np.isfinite(shown.values_S))
     if finite.size < 2:
         return f"{shown.name[0].upper()}{shown.name[1:]} by step"
-    first, last = int(finite[0]), int(finite[-1])
-    said = (
-        f"{shown.name[0].upper()}{shown.name[1:]}: {at(shown, first)} at step {int(shown.steps_S[first]):,}, "
-        f"{at(shown, last)} at step {int(shown.steps_S[last]):,}"
-    )
+    first, end = int(finite[0]), finite[-LOSS_WINDOW:]
+    name = f"{shown.name[0].upper()}{shown.name[1:]}"
+    said = f"{name}: {at(shown, first)} at step {int(shown.steps_S[first]):,}, "
+    if finite.size > LOSS_WINDOW:  # one batch says little: its noise is larger than what 50 steps still gain
+        said += f"{value(float(shown.values_S[end].mean()), 3)} over the last {LOSS_WINDOW} steps"
+    else:
+        said += f"{at(shown, int(end[-1]))} at step {int(shown.steps_S[end[-1]]):,}"
     null_S = np.zeros(shown.steps_S.shape, bool) if shown.null_S is None else shown.null_S
     lost = np.flatnonzero(~np.isfinite(shown.values_S) & ~null_S)
     if lost.size:
@@ -172,8 +175,8 @@ def _panels(series: Sequence[LoadSeries]) -> dict[str, Any]:
 def violation(run: Run, series: Sequence[LoadSeries], window: int) -> None:
     """max_violation over the steps, a small chart a layer."""
     st.caption(
-        "The thick line near 0 is balance; near the dashed bound nearly all tokens go to one expert. The thin line "
-        "lies above the thick one by the noise of single batches."
+        "Near 0 is balance; near the dashed bound nearly all tokens go to one expert. The thick line sums the loads of "
+        "up to 50 steps: it is free of the noise of single batches, and trails the thin one where the load moves."
     )
     figure = violation_curves(
         series,

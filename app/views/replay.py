@@ -42,7 +42,7 @@ _COUNTS_HELP = """All of this step in this layer.
 
 - Tokens: real ones; padding is not counted.
 - Assignments: tokens times top-k, before capacity drops any.
-- Dead experts: those without an assignment; in one step that can be chance.
+- Unused: experts without an assignment; in one step that can be chance.
 - Rerouted: assignments that the selection bias changed, over all assignments.
 - Dropped: assignments that an expert's capacity dropped.
 - Not routed: tokens whose router logits were not finite; in no other count.
@@ -156,7 +156,7 @@ def _numbers_of_step(now: Moment) -> None:
     lines = [
         f"Tokens: {value(now.tokens)}",
         f"Assignments: {value(now.assignments)}",
-        f"Dead experts: {value(dead)}",
+        f"Unused in this step: {value(dead)}",
         f"Rerouted: {percent(rerouted, 1)}",
         f"Dropped: {value(dropped)}" + ("" if np.isnan(dropped) else f" ({_share(dropped, now.assignments)})"),
     ]
@@ -261,7 +261,7 @@ def _change_in_words(now: Moment) -> str:
     assert now.before_load_E is not None
     change_E = now.load_E - now.before_load_E
     moved = f"{count(int((change_E > 0).sum()), 'expert')} gained and {count(int((change_E < 0).sum()), 'expert')} lost"
-    text = f"Assignments of this step less those of the step before: {moved}"
+    text = f"Assignments of this step less those of the step before, which had other text: {moved}"
     if now.tokens != now.before_tokens:
         text += f"; mind that the tokens went from {value(now.before_tokens)} to {value(now.tokens)}"
     text += "."

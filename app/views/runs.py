@@ -121,8 +121,9 @@ def frame_of(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> pd.
             "experts": [f"{row['top_k']} of {row['num_experts']}" if row["num_experts"] else None for row in rows],
             "steps": [row["num_steps"] if row["status"] != "unreadable" else None for row in rows],
             "loss": [row["loss"] for row in rows],
+            "ce_loss": [row["ce_loss"] for row in rows],
             "loss_curve": [_curve(row["loss_curve"]) for row in rows],
-            "max_violation": [row["max_violation"] for row in rows],
+            "max_violation": [row["max_violation_window"] for row in rows],
             "violation_curve": [_curve(row["violation_curve"]) for row in rows],
             "idle_experts": [row["idle_experts"] for row in rows],
             "dead_experts": [row["dead_experts"] for row in rows],
@@ -130,7 +131,7 @@ def frame_of(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> pd.
         }
     )
     types = dict.fromkeys(("steps", "idle_experts", "dead_experts"), "Int64")
-    return frame.astype(types | {"loss": "Float64", "max_violation": "Float64"})
+    return frame.astype(types | dict.fromkeys(("loss", "ce_loss", "max_violation"), "Float64"))
 
 
 def _curve(values: list[float]) -> list[float] | None:
@@ -170,9 +171,16 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
             help=f"Training loss, auxiliary losses included, in nats per token for a language model: mean of {last}. "
             "No value where none was recorded or one of them is not finite.",
         ),
+        "ce_loss": column.NumberColumn(
+            "CE",
+            width=52,
+            format="%.3f",
+            help=f"Cross-entropy alone, in nats per token: mean of {last}. Compare runs by this one: the loss of a run "
+            "with an auxiliary loss holds that too.",
+        ),
         "loss_curve": column.LineChartColumn(
             "Loss curve",
-            width=78,
+            width=62,
             y_min=min(losses, default=None),
             y_max=max(losses, default=None),
             help="Training loss over all recorded steps, one scale for all runs; at most 60 points, highest and lowest "
@@ -187,7 +195,7 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
         ),
         "violation_curve": column.LineChartColumn(
             "Its curve",
-            width=78,
+            width=62,
             y_min=0.0 if violations else None,
             y_max=max(violations, default=None),
             help="max_violation of each step, worst MoE layer, over all recorded steps; one scale from 0 for all "
@@ -258,7 +266,7 @@ def _problems(frame: pd.DataFrame) -> None:
 
 
 def _scope(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> str:
-    said = f"Loss, max_violation, idle and dead experts: the last {WINDOW} recorded training steps, worst MoE layer."
+    said = f"Numbers of the last {WINDOW} recorded training steps; max_violation, idle and dead: worst MoE layer."
     short = [run.label for run, row in zip(runs, rows, strict=True) if not is_judged(row)]
     if short and len(short) < len(rows):
         named = listed([plain(label) for label in short]) if len(short) <= 3 else count(len(short), "run")

@@ -82,8 +82,9 @@ def render() -> None:
     _about(run, routes, seen, phase, step, asked, num_experts)
 
     legend = token_routes.busiest(share_E, _LEGEND, always=expert)
-    total_E = stats.load_SE.sum(axis=0) if stats.num_experts == num_experts else share_E
-    places = token_routes.colour_places(legend, np.asarray(total_E))
+    trained = data.layer_stats(run, layer)
+    total_E = (trained if trained.steps_S.size else stats).load_SE.sum(axis=0)
+    places = token_routes.colour_owners(np.asarray(total_E))
     expert = _pick_expert(legend, places, share_E)
     _text(rows, scope, places, expert, layer, step)
     _matrix(routes, scope.shown[0], num_experts, layer, step)
@@ -145,7 +146,7 @@ def _wanted_expert(num_experts: int) -> int | None:
 
 
 def _pick_expert(legend: list[int], places: list[int], share_E: np.ndarray) -> int | None:
-    """The legend: an entry for each expert that has a colour, which shows that expert's tokens alone."""
+    """The legend: an entry for each of the busiest experts, which shows that expert's tokens alone."""
     others = [e for e in token_routes.busiest(share_E, len(share_E)) if e not in legend]
     with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
         chosen = state.pick_option(
@@ -153,9 +154,9 @@ def _pick_expert(legend: list[int], places: list[int], share_E: np.ndarray) -> i
             "Expert and share: choose one to see its tokens alone",
             ["all", *map(str, legend)],
             format_func=lambda text: "all" if text == "all" else f"{text} · {words.percent(float(share_E[int(text)]))}",
-            help="Share of the tokens whose first choice is this expert, busiest first. Tokens without a colour go to "
-            "other experts; the small number beside each token is its expert. A colour belongs to the same expert of "
-            "this layer at every step, as far as there are colours.",
+            help="Share of the tokens whose first choice is this expert, busiest first. The seven experts that are "
+            "busiest over all training steps of this layer have a colour, the same at every step and in every "
+            "sequence; the small number beside each token is its expert.",
         )
         if others:
             st.selectbox(
@@ -181,6 +182,8 @@ def _colour_buttons(legend: list[int], places: list[int]) -> None:
     theme = charts.theme()
     rules = []
     for number, expert in enumerate(legend, start=2):  # the first button is for all experts
+        if expert not in places:
+            continue
         ground = token_ground(OKABE_ITO[places.index(expert)], theme)
         button = f".st-key-expert button[role=radio]:nth-of-type({number})"
         rules.append(f"{button}{{background:{ground}!important;color:{INK}!important}}")
@@ -224,9 +227,14 @@ def _answer(
     else:
         text = f"No expert stands out: the busiest, {top}, {takes} {words.percent(float(share_E[top]))} of {these}"
     if domains:
-        where, most = divmod(int(share_DE.argmax()), share_DE.shape[1])
+        where, most = divmod(int(np.nan_to_num(share_DE).argmax()), share_DE.shape[1])
+        share = float(share_DE[where, most])
+        if not _stands_out(share, len(share_E)):
+            return text
+        if share <= 0.5:
+            return f"{text}; {domains[where]} favours expert {most}, with {words.percent(share)} of its tokens"
         goes = "goes to" if top_k == 1 else "goes first to"
-        text += f"; {domains[where]} {goes} expert {most} for {words.percent(float(share_DE[where, most]))}"
+        text += f"; {domains[where]} {goes} expert {most} for {words.percent(share)}"
     return text
 
 
@@ -284,7 +292,8 @@ def _text(rows: TokenRows, scope: _Scope, places: list[int], expert: int | None,
         title=heading,
         theme=charts.theme(),
         highlight=None if expert is None else [expert],
-        colour_experts=places,
+        # an expert without a colour of its own borrows one where it alone is coloured
+        colour_experts=places if expert is None or expert in places else [expert],
         legend=False,
     )
     cut = any(int((rows.sequence_T == number).sum()) > each for number in scope.shown)

@@ -51,15 +51,14 @@ def test_a_stretch_without_records_is_a_hole_and_a_new_interval_is_not():
 def test_pooled_columns_equal_a_naive_loop(steps, max_columns, experts, seed):
     steps = np.array(sorted(steps))
     rng = np.random.default_rng(seed)
-    ratio = rng.choice([0.0, 0.5, 1.0, 7.0, np.nan], size=(len(steps), experts))
+    load = rng.integers(0, 9, size=(len(steps), experts))
     columns = step_columns(steps, max_columns)
-    pooled = pool_columns(ratio, columns)
+    pooled = pool_columns(load, columns)
     covered = []
     for c, (start, stop) in enumerate(zip(columns.start_C, columns.stop_C, strict=True)):
         covered.extend(range(start, stop))
         for e in range(experts):
-            known = [v for v in ratio[start:stop, e] if not np.isnan(v)]
-            expected = max(known) if known else np.nan
+            expected = sum(load[start:stop, e].tolist()) if stop > start else np.nan
             np.testing.assert_equal(pooled[c, e], expected)
     assert covered == list(range(len(steps)))
     assert np.all(np.diff(columns.edges) > 0)
@@ -124,19 +123,30 @@ def test_a5_one_colour_range_for_every_panel_and_run():
     np.testing.assert_allclose(np.asarray(heatmaps(fig)[1].z)[0, 0], np.log2(0.97 * 4), rtol=1e-6)
 
 
-def test_pooled_heatmap_keeps_a_hot_step_and_a_dead_expert():
+def test_pooled_steps_are_one_window_and_the_hover_keeps_the_extremes():
     load = np.full((1000, 4), 30)
     load[:, 3] = 0
     load[543] = [0, 90, 0, 0]
     fig = load_heatmap([series(load)], title="t", max_columns=100)
     z = np.asarray(heatmaps(fig)[0].z)
     assert z.shape == (4, 100)
-    assert z[1, 54] == pytest.approx(2.0)  # 4 times the uniform share, one step of ten
+    # steps 540 to 549 together: 9 * 30 + 90 of 10 * 90 assignments, 4 experts
+    assert z[1, 54] == pytest.approx(np.log2(360 / 900 * 4), rel=1e-6)
     assert set(z[3].tolist()) == {theme.IDLE_Z}
     assert "10 recorded steps" in fig.layout.title.text
     data = np.asarray(heatmaps(fig)[0].customdata)[1, 54]
-    # steps 540 to 549: first, largest, assignments, last, mean (nine times 4/3 and once 4)
-    np.testing.assert_allclose(data, [540, 4, 9 * 30 + 90, 549, (9 * 4 / 3 + 4) / 10], rtol=1e-6)
+    # first, load / uniform share, assignments, last, and of single steps the smallest (4/3) and the largest (4)
+    np.testing.assert_allclose(data, [540, 1.6, 360, 549, 4 / 3, 4], rtol=1e-6)
+
+
+def test_pooling_does_not_redden_balanced_noise():
+    rng = np.random.default_rng(0)
+    load = rng.multinomial(1024, np.full(16, 1 / 16), size=400)
+    red = [
+        (np.asarray(heatmaps(load_heatmap([series(load)], title="t", max_columns=n))[0].z) > 0).mean()
+        for n in (400, 100)
+    ]
+    assert abs(red[0] - red[1]) < 0.03
 
 
 def test_pooled_experts_are_named():

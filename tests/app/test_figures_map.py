@@ -134,8 +134,8 @@ def test_parameter_bars_by_hand():
     bars = {t.name: t for t in fig.data}
     assert list(bars["total"].y) == [1000, 4000]
     assert list(bars["active for a token"].y) == [1000, 1500]
-    assert list(bars["total"].text) == ["", "4x"]
-    assert list(bars["active for a token"].text) == ["", "1.5x"]
+    assert list(bars["total"].text) == ["", "4.00x"]
+    assert list(bars["active for a token"].text) == ["", "1.50x"]
     assert list(bars["total"].customdata) == [1, 4]
     assert list(fig.layout.xaxis.categoryarray) == ["0", "1"]
     by_index = parameter_bars([dense(0), moe(1)], {0: 1000, 1: 2000}, title="t")

@@ -130,7 +130,7 @@ def test_every_number_equals_the_parquet_files(
     text = said(test)
     assert f"Tokens: {row['tokens']:,}" in text
     assert f"Assignments: {load.sum():,}" in text
-    assert f"Dead experts: {(load == 0).sum()}" in text
+    assert f"Unused in this step: {(load == 0).sum()}" in text
     rerouted = "-" if pd.isna(row["rerouted"]) else f"{100 * row['rerouted'] / load.sum():.1f}%"
     assert f"Rerouted: {rerouted}" in text
     assert row["dropped"] is None
@@ -351,7 +351,7 @@ def test_a_step_without_tokens_shows_no_zero(shown: Path, open_page: Callable[..
     test = clean(open_page("replay", run="a", step=1))
     assert test.title[0].value == "Step 1, layer 1: no tokens"
     assert metrics_of(test) == {"Max violation": "-", "Idle experts": "-", "Router entropy": "-"}
-    assert "Dead experts: -" in said(test)
+    assert "Unused in this step: -" in said(test)
 
 
 def test_a_run_without_training_steps_shows_another_phase(shown: Path, open_page: Callable[..., AppTest]) -> None:

@@ -173,10 +173,14 @@ def test_runs_and_summary_print_json_for_programs(recorded):
     rows = json.loads(run("runs", recorded, "--json").stdout)
     assert [row["run_id"] for row in rows] == ["first"]
     expected = {"run_id", "name", "path", "status", "balancer", "num_experts", "top_k", "last_step", "loss"}
-    assert set(rows[0]) == expected | {"max_violation", "dead_experts", "idle_experts"}
+    expected |= {"ce_loss", "max_violation", "max_violation_window", "dead_experts", "idle_experts"}
+    assert set(rows[0]) == expected
     summary = json.loads(run("summary", recorded / "first", "--json", "--window", "4").stdout)
     stats = pq.read_table(recorded / "first" / "layer_stats").to_pandas()
     train = stats[(stats.phase == "train") & (stats.step >= 2)]
+    full = json.loads(run("summary", recorded / "first", "--json").stdout)["layers"]
+    for key in ("max_violation", "max_violation_window"):  # one name, one meaning: the worst layer's
+        assert rows[0][key] == max(layer[key] for layer in full)
     for layer in summary["layers"]:
         loads = np.stack(train[train.layer == layer["layer"]].load)
         assert layer["max_violation_window"] == pytest.approx(loads.sum(0).max() / loads.sum(0).mean() - 1)

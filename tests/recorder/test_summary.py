@@ -130,7 +130,9 @@ def test_run_row_is_the_worst_layer(run):
         "top_k": 2,
         "last_step": 2,
         "loss": 3.0,
+        "ce_loss": 1.5,
         "max_violation": pytest.approx(7.0),
+        "max_violation_window": pytest.approx(7.0),
         "dead_experts": 7,
         "idle_experts": 7,
     }
