@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import streamlit as st
 
-from app import folders
+from app import folders, health, manifests
 from app.figures.inputs import LoadSeries
 from moe_core import metrics
 from moe_core.curves import downsample
@@ -29,6 +29,7 @@ from recorder.summary import run_row, summarise
 T = TypeVar("T")
 
 SPARK_POINTS = 60
+ROW_WINDOW = 50  # recorded steps that a line of the table of runs is about, as in `recorder.summary.run_row`
 _STALE_CHECK_S = 5.0  # how old the status of a run that says "running" may be in a listing
 
 
@@ -133,7 +134,7 @@ def row(run: Listed) -> dict[str, Any]:
 
     reference, error (of the run or of reading it; None where all is well), num_steps (recorded train steps),
     loss_curve and violation_curve (at most 60 points each, finite values only; the worst layer's
-    max_violation, extremes kept).
+    max_violation, extremes kept), trouble (what went wrong in the last 50 recorded train steps, None if nothing).
     """
     line = dict(_row(run.path, _run_stamp(run.path)))
     # Not of the cache: a process that dies changes no file.
@@ -149,15 +150,15 @@ def open_run(path: Path) -> tuple[Run | None, str | None]:
         try:
             run = _run(path, _identity(path))
             run.refresh()
-            _check_manifest(run.manifest)
+            manifests.check(run.manifest)
         except (OSError, ValueError) as error:
             return None, " ".join(str(error).split())
         return run, None
 
 
 def steps(run: Run, phase: str | None = "train") -> pd.DataFrame:
-    """`run.steps(phase)`; all phases with None. Cached."""
-    return _frame(*_key(run), "steps", (phase,), lambda: run.steps(phase))
+    """`run.steps(phase)`; all phases with None. Of a step recorded twice the later row. Cached."""
+    return _frame(*_key(run), "steps", (phase,), lambda: _once(run.steps(phase), "step", "phase"))
 
 
 def phases(run: Run) -> list[str]:
@@ -201,18 +202,42 @@ def decisions(run: Run, step: int, layer: int, phase: str = "train") -> pd.DataF
         *_key(run),
         "decisions",
         (step, layer, phase),
-        lambda: run.decisions(step, layer, phase, router=router),
+        lambda: _once(run.decisions(step, layer, phase, router=router), "rank", "token"),
     )
 
 
 def tokens(run: Run, step: int, phase: str = "train") -> pd.DataFrame:
     """`run.tokens` of one step: empty where that step has none. Cached."""
-    return _frame(*_key(run), "tokens", (step, phase), lambda: run.tokens(step, phase))
+    return _frame(*_key(run), "tokens", (step, phase), lambda: _once(run.tokens(step, phase), "rank", "token"))
 
 
 def decision_steps(run: Run, phase: str = "train") -> np.ndarray:
     """The steps (ascending, int64) of a phase whose single decisions were recorded. Cached."""
     return _decision_steps(*_key(run), phase, run)
+
+
+def loads_problem(run: Run) -> str | None:
+    """One line that says why the loads of the training steps cannot be used; None where they can. Cached."""
+    return _frame(*_key(run), "loads", (), lambda: _loads_problem(run))
+
+
+def trouble(run: Run, window: int) -> health.Trouble:
+    """What went wrong in the last `window` recorded training steps; see `app.health`."""
+    layers = dict.fromkeys(int(layer["index"]) for layer in run.moe_layers)
+    return health.trouble(steps(run), [layer_stats(run, layer) for layer in layers], window)
+
+
+def problems(run: Run) -> list[str]:
+    """One line for each part file that was found to be unreadable so far."""
+    with _lock(run.path):
+        return run.problems
+
+
+def lists_no_layers(run: Run) -> bool:
+    """Whether the manifest names no layer although loads of some were recorded."""
+    if manifests.lists_layers(run.manifest):
+        return False
+    return _frame(*_key(run), "lists_no_layers", (), lambda: len(run.layer_stats(phase=None)) > 0)
 
 
 def events(run: Run) -> pd.DataFrame:
@@ -254,11 +279,13 @@ def _row(path: Path, stamp: Hashable) -> dict[str, Any]:
             *("max_violation", "max_violation_window", "dead_experts", "idle_experts"),
         )
     )
-    curves: dict[str, Any] = {"num_steps": 0, "loss_curve": [], "violation_curve": []}
+    curves: dict[str, Any] = {"num_steps": 0, "loss_curve": [], "violation_curve": [], "trouble": None}
     if run is not None:
+        error = loads_problem(run)
         try:
-            line |= run_row(run)
-            curves |= _curves(run)
+            if error is None:
+                line |= run_row(run)
+                curves |= _curves(run)
         except (OSError, ValueError) as problem:
             error = str(problem)
     return {**line, "error": error, **curves}
@@ -280,7 +307,7 @@ def _decision_steps(path: Path, fingerprint: int, phase: str, _run: Run) -> np.n
 def _layer_stats(path: Path, fingerprint: int, layer: int, phase: str, _run: Run) -> LayerStats:
     description = _layer(_run, layer)
     with _lock(path):
-        frame = _run.layer_stats(layer, phase, router=description.get("router"))
+        frame = _once(_run.layer_stats(layer, phase, router=description.get("router")), "step")
     num_experts = description.get("num_experts") or max((len(load) for load in frame["load"].dropna()), default=0)
     tokens_S = _column(frame, "tokens")
     load_SE = _counts(_matrix(frame["load"], num_experts))
@@ -317,6 +344,7 @@ def _curves(run: Run) -> dict[str, Any]:
                 worst[step] = max(value, worst.get(step, value))
     return {
         "num_steps": len(frame),
+        "trouble": trouble(run, ROW_WINDOW).words,
         "loss_curve": _spark(frame["step"].to_numpy(np.int64), _column(frame, "loss")),
         "violation_curve": _spark(np.array(sorted(worst), np.int64), np.array([worst[step] for step in sorted(worst)])),
     }
@@ -330,27 +358,35 @@ def _spark(steps_S: np.ndarray, values_S: np.ndarray) -> list[float]:
     return [float(value) for value in values]
 
 
-def _check_manifest(manifest: dict[str, Any]) -> None:
-    """Raise ValueError where a manifest of another writer has not the shape that the pages lean on."""
-    model = manifest.get("model") or {}
-    layers = model.get("layers") or [] if isinstance(model, dict) else None
-    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
-        raise ValueError("its run.json does not list the model's layers as objects")
-    for layer in layers:
-        numbers = {name: layer.get(name) for name in ("index", "router", "num_experts", "top_k")}
-        wrong = [name for name, value in numbers.items() if not isinstance(value, int | None)]
-        if wrong or numbers["index"] is None:
-            raise ValueError(f"its run.json describes a layer without a whole number for {(wrong or ['index'])[0]}")
-    if not isinstance(manifest.get("config") or {}, dict):
-        raise ValueError("its run.json holds no config object")
-
-
 def _layer(run: Run, index: int) -> dict[str, Any]:
     for layer in run.moe_layers:
         if int(layer["index"]) == index:
             return layer
     known = ", ".join(str(layer["index"]) for layer in run.moe_layers)
     raise ValueError(f"layer {index} is no MoE layer of run {run.run_id}; these are: {known or 'none'}")
+
+
+def _once(frame: pd.DataFrame, *key: str) -> pd.DataFrame:
+    """The last row of each key: a writer of another make may have recorded a step twice."""
+    again = frame.duplicated(list(key), keep="last").to_numpy(dtype=bool)
+    return frame[~again].reset_index(drop=True) if again.any() else frame
+
+
+def _loads_problem(run: Run) -> str | None:
+    for layer in run.moe_layers:
+        column = run.layer_stats(int(layer["index"]), "train", router=layer.get("router"))["load"]
+        lists = pa.chunked_array([pa.array(column)]).combine_chunks()
+        where = f"in layer_stats, the loads of layer {layer['index']}"
+        if lists.null_count:
+            return f"{where} are missing (null) in {lists.null_count:,} of {len(lists):,} training rows"
+        if len(lists) == 0:
+            continue
+        lengths = np.unique(np.asarray(lists.value_lengths())).tolist()
+        expected = layer.get("num_experts")
+        if len(lengths) > 1 or expected not in (None, lengths[0]):
+            of_run = "" if expected is None else f"; its run.json says {expected} experts"
+            return f"{where} are lists of {' and '.join(map(str, lengths))} numbers{of_run}"
+    return None
 
 
 def _matrix(column: pd.Series, num_experts: int) -> np.ndarray:

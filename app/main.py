@@ -22,5 +22,7 @@ with st.sidebar:
     record_form.render()
     with menu:
         navigation.links(pages, page)
+if name in navigation.OF_ONE_RUN:
+    pickers.say_missing()
 page.run()
 state.finish()

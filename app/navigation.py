@@ -30,6 +30,7 @@ VIEWS = (
     View(name="compare", title="Compare", icon=":material/compare_arrows:"),
     View(name="recording", title="Recording", icon=":material/fiber_manual_record:"),
 )
+OF_ONE_RUN = ("overview", "replay", "tokens", "layouts")  # pages that show the run picked in the sidebar
 
 
 def pages() -> list[Any]:

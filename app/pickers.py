@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import streamlit as st
 
 from app import data, folders, state
+from app.text import plain
 from recorder.reader import Run
 
 
@@ -14,14 +15,11 @@ def pick_run() -> None:
     if not runs:
         return
     fallback = default_run(list(runs.values())).reference
-    wanted = state.wanted("run")
+    wanted = state.wanted("run") or None
     found = _resolve(wanted, runs)
     if wanted is None or (found is not None and found != wanted):
         # Named from here on, so that a reload shows the same run even after others have been recorded.
         state.choose(run=found or fallback)
-    elif found is None:
-        name = wanted.replace("`", "'")[:80]
-        st.caption(f"There is no run `{name}` in the folders shown; another one is shown instead.")
     state.pick_option(
         "run",
         "Run",
@@ -32,12 +30,32 @@ def pick_run() -> None:
     )
 
 
+def say_missing() -> None:
+    """Say that the run a link names, or the one shown until it was deleted, is not there. Nothing where it is.
+
+    Stands until the person picks a run. Call in the main area, after `pick_run`.
+    """
+    runs = {run.reference: run for run in in_order(data.listed())}
+    wanted = state.wanted("run")
+    if not wanted or not runs or _resolve(wanted, runs) is not None:
+        return
+    instead = runs.get(state.current("run") or "") or default_run(list(runs.values()))
+    st.warning(
+        f"Run {plain(wanted[:80])} is not in the folders shown; showing {plain(instead.label)} instead.",
+        icon=":material/link_off:",
+    )
+    # The picker in the sidebar already shows this one, so that picking it there would change nothing.
+    if st.button(f"Stay with {plain(instead.label)}", key="stay_with_run"):
+        state.choose(run=instead.reference)
+        st.rerun()
+
+
 def pick_runs(
     *, default: Sequence[str] = (), label_: str = "Runs", max_runs: int | None = None
 ) -> list[tuple[data.Listed, Run]]:
     """Draw the choice of several runs and return those that can be read, in the order they were chosen.
 
-    Draws one line for each that cannot be read.
+    Draws one line for each that cannot be read or is not there.
 
     default   references shown where nothing was chosen
     max_runs  no more than these can be chosen
@@ -51,11 +69,14 @@ def pick_runs(
         format_func=lambda reference: label(runs[reference]),
         max_selections=max_runs,
     )
+    for name in state.wanted_list("runs"):
+        if name not in runs:
+            st.warning(f"Run {plain(name[:80])} is not in the folders shown and is left out.")
     opened = []
     for reference in chosen:
         run, error = data.open_run(runs[reference].path)
         if run is None:
-            st.warning(f"{reference} cannot be read and is left out: {error}")
+            st.warning(f"{plain(reference)} cannot be read and is left out: {plain(error or '')}")
         else:
             opened.append((runs[reference], run))
     return opened

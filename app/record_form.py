@@ -10,6 +10,7 @@ from typing import Any
 import streamlit as st
 
 from app import data, folders, jobs, navigation
+from app.text import plain
 from recorder.training.config import ROUTERS, ToyConfig
 
 DEFAULTS = ToyConfig()
@@ -61,6 +62,7 @@ _HELP = {
     "moe_frequency": "Every n-th layer is MoE, the others are dense.",
     "seed": "The same seed and settings give the same run.",
 }
+_LONGEST_SHOWN = 120  # letters of a path in a message
 _ADVANCED_FLOATS = ("aux_coef", "z_coef", "bias_rate", "lr")
 _ADVANCED_INTEGERS = ("decisions_every", "batch_size", "seq_len", "d_model")
 
@@ -80,7 +82,7 @@ def render() -> None:
             return
         wrong = problems(values)
         for line in wrong:
-            st.error(line)
+            st.error(plain(line))
         if wrong:
             return
         run_id = new_run_id(values, target)
@@ -99,8 +101,8 @@ def problems(values: Mapping[str, Any]) -> list[str]:
     """
     found = []
     for path in values.get("corpus", []):
-        if not Path(path).expanduser().exists():
-            found.append(f"{LABELS['corpus']}: there is no file or folder {path}")
+        if not _is_there(path):
+            found.append(f"{LABELS['corpus']}: there is no file or folder {_shortened(path)}")
     settings = {name: value for name, value in values.items() if name != "corpus"}
     # ToyConfig names the first value it does not like; put the defaults there and ask again for the others.
     while True:
@@ -127,7 +129,7 @@ def command(values: Mapping[str, Any], *, run_id: str, out: Path) -> list[str]:
         option = "--" + name.replace("_", "-")
         if name == "corpus":
             for path in value:
-                options += [option, str(Path(path).expanduser())]
+                options += [option, str(_at_home(path))]
         elif name == "balancer":
             for part in value.split("+"):
                 options += [option, part]
@@ -146,6 +148,25 @@ def new_run_id(values: Mapping[str, Any], out: Path) -> str:
     while run_id in taken or (out / run_id).exists():
         run_id, number = f"{first}-{number}", number + 1
     return run_id
+
+
+def _at_home(text: str) -> Path:
+    """The path that a person wrote, `~` and `~name` replaced; as it is where there is no such person."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
+def _is_there(text: str) -> bool:
+    try:
+        return _at_home(text).exists()
+    except (OSError, ValueError):  # too long for a path, or in a folder that may not be entered
+        return False
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _fields() -> dict[str, Any]:
@@ -182,9 +203,8 @@ def _fields() -> dict[str, Any]:
     values["corpus"] = [line.strip() for line in corpus.splitlines() if line.strip()]
     with st.expander("Advanced", key="record_advanced"):
         for name in _ADVANCED_FLOATS:
-            values[name] = st.number_input(
-                LABELS[name], min_value=0.0, value=getattr(DEFAULTS, name), format="%g", key=f"record_{name}"
-            )
+            st.session_state.setdefault(f"record_{name}", getattr(DEFAULTS, name))
+            values[name] = st.number_input(LABELS[name], min_value=0.0, value=None, format="%g", key=f"record_{name}")
         for name in _ADVANCED_INTEGERS:
             values[name] = _integer(name)
     return values
@@ -192,8 +212,9 @@ def _fields() -> dict[str, Any]:
 
 def _integer(name: str) -> int | None:
     least, most = _INTEGERS[name]
-    value = getattr(DEFAULTS, name)
-    return st.number_input(LABELS[name], least, most, value, step=1, key=f"record_{name}", help=_HELP.get(name))
+    # Filled through the session: given as `value`, the default would come back, unseen, in a field that was emptied.
+    st.session_state.setdefault(f"record_{name}", getattr(DEFAULTS, name))
+    return st.number_input(LABELS[name], least, most, None, step=1, key=f"record_{name}", help=_HELP.get(name))
 
 
 def _in_words(message: str) -> str:

@@ -54,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone; say nothing more
         sys.exit(DONE)
+    except OSError as error:  # output to a full disk, say
+        _fail(str(error), FAILED)
     sys.exit(code if isinstance(code, int) else DONE)
 
 
@@ -106,7 +108,8 @@ def record(
         int, typer.Option(help="Experts that every token passes.")
     ] = DEFAULTS.num_shared_experts,
     capacity_factor: Annotated[
-        float | None, typer.Option(help="Drop what is over this many uniform shares; not given = never.")
+        float | None,
+        typer.Option(help="Drop what is over this many uniform shares (never below 4 tokens)."),
     ] = DEFAULTS.capacity_factor,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = DEFAULTS.steps,
     batch_size: Annotated[int, typer.Option(help="Sequences in a batch.")] = DEFAULTS.batch_size,
@@ -148,8 +151,10 @@ def record(
 def _record(config: ToyConfig, run_path: Path) -> None:
     # SIGTERM (the dashboard's cancel) and Ctrl-C both end the run after the step that is under way
     stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _frame: stop.append(received))
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # not every system has all of them
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
+            signal.signal(number, lambda received, _frame: stop.append(received))
 
     import torch  # loaded here, for this command alone
     from tqdm import tqdm
@@ -171,14 +176,17 @@ def _record(config: ToyConfig, run_path: Path) -> None:
             train(config, run_path, on_step=show, should_stop=lambda: bool(stop))
         except RunCancelledError:
             bar.close()
+            if not bar.n:
+                raise CommandError("cancelled before the first step; nothing was recorded", CANCELLED) from None
             print(run_path)
-            raise CommandError(f"cancelled after step {bar.n}; what was recorded is kept", CANCELLED) from None
+            raise CommandError(f"cancelled after {bar.n} steps; what was recorded is kept", CANCELLED) from None
         except (ValueError, RunExistsError) as error:
             bar.close()
             raise CommandError(_as_options(str(error))) from None
-        except OSError as error:
+        except (OSError, RuntimeError, MemoryError) as error:  # a full disk, no memory for a model of this size
             bar.close()
-            raise CommandError(f"recording into {run_path} failed: {error}", FAILED) from None
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise CommandError(f"recording into {run_path} failed: {reason}", FAILED) from None
     print(run_path)
 
 
@@ -215,9 +223,15 @@ def runs(
     rows: list[dict[str, Any]] = []
     for info in list_runs(folder):
         if info.status == "unreadable":
-            print(f"routescope: {info.path}: {info.error}", file=sys.stderr)
+            _warn(str(info.error))
             continue
-        rows.append(run_row(Run(info.path)))
+        try:
+            run = Run(info.path)
+            rows.append(run_row(run))
+        except (OSError, ValueError) as error:
+            _warn(f"{info.path}: {error}")
+            continue
+        _warn_of_problems(run)
     if as_json:
         _print_json(rows)
     elif not rows:
@@ -237,12 +251,17 @@ def summary(
     """Final losses and per-layer metrics of a run."""
     from .summary import summarise
 
-    result = summarise(_open_run(run), window=window)
+    opened = _open_run(run)
+    try:
+        result = summarise(opened, window=window)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{opened.path}: {error}", FAILED) from None
+    _warn_of_problems(opened)
     if as_json:
         _print_json(result)
         return
     print(f"{result['name']} ({result['run_id']}), {result['status']}, last step {result['last_step']}")
-    print(f"means over the last {result['window']} recorded training steps:")
+    print(f"means over the last {result['steps']} recorded training steps:")
     _print_table(list(result["losses"]), [list(result["losses"].values())])
     columns = ["layer", "num_experts", "top_k", "max_violation", "max_violation_window", "load_entropy"]
     columns += ["router_entropy", "dead_experts", "idle_experts", "gini", "drop_rate", "aux_loss"]
@@ -285,6 +304,15 @@ def _open_run(text: str) -> Any:
                 raise CommandError(str(error), FAILED) from None
     looked = ", ".join(str(path) for path in candidates)
     raise CommandError(f"no run {text!r}: no run.json in any of {looked}; see: routescope runs")
+
+
+def _warn(message: str) -> None:
+    print(f"routescope: {message}", file=sys.stderr)
+
+
+def _warn_of_problems(run: Any) -> None:
+    for problem in run.problems:
+        _warn(f"{run.path}: cannot be read, and is left out: {problem}")
 
 
 def _print_json(value: Any) -> None:

@@ -25,6 +25,8 @@ from .describe import describe_model, find_moe_layers
 from .layer_stats import layer_stats
 from .writer import RunWriter
 
+LOGGED = ("loss", "ce_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "wall_time_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Forward:
@@ -113,17 +115,20 @@ class RoutingRecorder:
             },
             **writer_options,
         )
+        self._domains = tuple(domains)
         self._open: _Step | None = None
+        self._recorded: set[tuple[int, str]] = set()
         layers = [layer for _, _, layer in find_moe_layers(model)]
         self._coefficients = [layer.balancer.coefficients for layer in layers]
         self._handles: list[RemovableHandle] = [
-            layer.register_forward_hook(self._hook_of(router)) for router, layer in enumerate(layers)
+            layer.register_forward_hook(self._hook_of(router, layer)) for router, layer in enumerate(layers)
         ]
 
-    def _hook_of(self, router: int) -> Any:
-        def note(_layer: nn.Module, args: tuple[Any, ...], output: MoEOutput) -> None:
-            if self._open is not None and not in_backward():
-                shape = tuple(args[0].shape[:-1])
+    def _hook_of(self, router: int, layer: nn.Module) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], output: MoEOutput) -> None:
+            # a deep copy of the model (an average of its weights, say) takes the hooks along, but is not recorded
+            if self._open is not None and module is layer and not in_backward():
+                shape = tuple(args[0].shape[:-1]) or (1,)
                 self._open.forwards.setdefault(router, []).append(
                     _Forward(
                         shape=(1, shape[0]) if len(shape) == 1 else (int(np.prod(shape[:-1])), shape[-1]),
@@ -155,6 +160,8 @@ class RoutingRecorder:
         train phase, always elsewhere. Nothing is written when the block raises.
         Raises ValueError where shapes do not match what the model saw, RuntimeError for nested contexts.
         """
+        if (step, phase) in self._recorded:
+            raise ValueError(f"step {step} of phase {phase!r} is recorded already; number steps through the whole run")
         if self._open is not None:
             raise RuntimeError(f"step {step} was opened inside step {self._open.step}; one context at a time")
         if decisions is None:
@@ -165,14 +172,18 @@ class RoutingRecorder:
         finally:
             self._open = None
         self._write(current, token_ids, attention_mask, domains, text)
+        self._recorded.add((step, phase))
 
     def log(self, **scalars: Any) -> None:
         """Numbers of the open step: loss, ce_loss, aux_loss, z_loss, grad_norm, learning_rate, wall_time_s.
 
-        Tensors of one element, numbers, or None. Raises RuntimeError outside a step context.
+        Tensors of one element, numbers, or None. Raises RuntimeError outside a step context, ValueError for others.
         """
         if self._open is None:
             raise RuntimeError("log() wants an open step: call it inside `with recorder.step(...)`")
+        unknown = sorted(set(scalars) - set(LOGGED))
+        if unknown:
+            raise ValueError(f"log() does not know {', '.join(unknown)}; it takes {', '.join(LOGGED)}")
         for name, value in scalars.items():
             value = value.detach() if isinstance(value, Tensor) else value
             self._open.scalars[name] = None if value is None else float(value)
@@ -192,55 +203,69 @@ class RoutingRecorder:
     ) -> None:
         if error is None:
             self.close()
-        elif isinstance(error, KeyboardInterrupt):
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
             self.close("cancelled")
         else:
             self.close("failed", f"{type(error).__name__}: {error}")
 
     def _write(self, current: _Step, token_ids: Any, attention_mask: Any, domains: Any, text: Any) -> None:
         step, phase = current.step, current.phase
-        tokens: int | None = None
-        for router in sorted(current.forwards):
+        tokens = 0
+        for number, router in enumerate(sorted(current.forwards)):
             forwards = current.forwards[router]
             layout = _TokenLayout.of([forward.shape for forward in forwards])
             mask_T = None if attention_mask is None else layout.per_token("attention_mask", attention_mask) > 0
             routings = _masked([forward.routing for forward in forwards], mask_T)
+            real_T = np.concatenate([_real_tokens(routing) for routing in routings])
+            if number == 0:
+                tokens = int(real_T.sum())
+                # what the caller gave comes first: where it does not fit, nothing of the step has been written
+                given = {"token_ids": token_ids, "domains": domains}
+                of_token = {name: layout.per_token(name, v)[real_T] for name, v in given.items() if v is not None}
+                self._check_domains(of_token.get("domains"))
+                if current.decisions:
+                    text = text() if callable(text) else text
+                    of_token |= {} if text is None else {"text": layout.per_token("text", text)[real_T]}
+                    self._write_tokens(step, phase, layout, real_T, of_token)
             layer = self._layer_of_router[router]
             stats = layer_stats(routings, [forward.losses for forward in forwards], self._coefficients[router])
-            real_T = np.concatenate([_real_tokens(routing) for routing in routings])
-            first_router = tokens is None
-            if first_router:
-                tokens = int(real_T.sum())
             self.writer.log_layer_stats(step, phase=phase, layer=layer, router=router, **stats)
-            if not current.decisions:
-                continue
-            tokens_T = np.flatnonzero(real_T)
-            kept = [routing.kept_TK for routing in routings]
-            self.writer.log_decisions(
-                step,
-                phase=phase,
-                layer=layer,
-                router=router,
-                experts_TK=_joined(routing.expert_ids_TK for routing in routings)[real_T],
-                weights_TK=_joined(routing.weights_TK for routing in routings)[real_T],
-                kept_TK=None if kept[0] is None else _joined(k for k in kept if k is not None)[real_T],
-                tokens_T=tokens_T,
-            )
-            if first_router:
-                text = text() if callable(text) else text
-                if text is not None and not self.writer.manifest["recorded"]["text"]:
-                    self.writer.update_manifest(recorded={**self.writer.manifest["recorded"], "text": True})
-                self.writer.log_tokens(
+            if current.decisions:
+                kept = [routing.kept_TK for routing in routings]
+                self.writer.log_decisions(
                     step,
                     phase=phase,
-                    sequence_T=layout.sequence_T[real_T],
-                    position_T=layout.position_T[real_T],
-                    token_id_T=_optional(layout, "token_ids", token_ids, real_T),
-                    text_T=_optional(layout, "text", text, real_T),
-                    domain_T=_optional(layout, "domains", domains, real_T),
-                    tokens_T=tokens_T,
+                    layer=layer,
+                    router=router,
+                    experts_TK=_joined(routing.expert_ids_TK for routing in routings)[real_T],
+                    weights_TK=_joined(routing.weights_TK for routing in routings)[real_T],
+                    kept_TK=None if kept[0] is None else _joined(k for k in kept if k is not None)[real_T],
+                    tokens_T=np.flatnonzero(real_T),
                 )
-        self.writer.log_step(step, phase=phase, tokens=tokens or 0, **current.scalars)
+        self.writer.log_step(step, phase=phase, tokens=tokens, **current.scalars)
+
+    def _check_domains(self, domain_T: np.ndarray | None) -> None:
+        if domain_T is None:
+            return
+        unknown = sorted({str(name) for name in domain_T} - set(self._domains)) if self._domains else []
+        if unknown:
+            raise ValueError(f"domains {', '.join(unknown)} are not among those declared: {', '.join(self._domains)}")
+
+    def _write_tokens(
+        self, step: int, phase: str, layout: _TokenLayout, real_T: np.ndarray, of_token: Mapping[str, Any]
+    ) -> None:
+        self.writer.log_tokens(
+            step,
+            phase=phase,
+            sequence_T=layout.sequence_T[real_T],
+            position_T=layout.position_T[real_T],
+            token_id_T=of_token.get("token_ids"),
+            text_T=of_token.get("text"),
+            domain_T=of_token.get("domains"),
+            tokens_T=np.flatnonzero(real_T),
+        )
+        if "text" in of_token and not self.writer.manifest["recorded"]["text"]:
+            self.writer.update_manifest(recorded={**self.writer.manifest["recorded"], "text": True})
 
 
 @dataclass(frozen=True)
@@ -260,7 +285,7 @@ class _TokenLayout:
         return _TokenLayout(np.concatenate(sequences), np.concatenate(positions))
 
     def per_token(self, name: str, values: Any) -> np.ndarray:
-        """`values`, given per token or per sequence, as one entry per token."""
+        """`values`, given per token (domains also per sequence), as one entry per token."""
         array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
         num_tokens, num_sequences = (
             len(self.sequence_T),
@@ -268,15 +293,11 @@ class _TokenLayout:
         )
         if array.size == num_tokens:
             return array.reshape(num_tokens)
-        if array.shape == (num_sequences,):
+        if name == "domains" and array.shape == (num_sequences,):
             return array[self.sequence_T]
         raise ValueError(
             f"{name} has shape {array.shape}, but the model saw {num_tokens} tokens in {num_sequences} sequences"
         )
-
-
-def _optional(layout: _TokenLayout, name: str, values: Any, real_T: np.ndarray) -> Any:
-    return None if values is None else layout.per_token(name, values)[real_T]
 
 
 def _changed(routing: Routing, changes: Mapping[str, Tensor]) -> Routing:

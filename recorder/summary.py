@@ -27,9 +27,10 @@ def summarise(run: Run, window: int = 50) -> dict[str, Any]:
         window: recorded steps, at least 1.
 
     Returns:
-        {run_id, name, status, last_step, window, losses: {loss, ce_loss, aux_loss, z_loss}, layers: [{layer, router,
-        num_experts, top_k, tokens, max_violation, max_violation_window, load_cv, load_entropy, router_entropy,
-        dead_experts, idle_experts, gini, drop_rate, aux_loss, dead_ids, idle_ids}]}; tokens is a mean per step.
+        {run_id, name, status, last_step, window, steps, losses: {loss, ce_loss, aux_loss, z_loss}, layers: [{layer,
+        router, num_experts, top_k, tokens, max_violation, max_violation_window, load_cv, load_entropy,
+        router_entropy, dead_experts, idle_experts, gini, drop_rate, aux_loss, dead_ids, idle_ids}]}; steps says how
+        many the window holds, tokens is a mean per step.
 
     Raises:
         ValueError: window below 1.
@@ -43,6 +44,7 @@ def summarise(run: Run, window: int = 50) -> dict[str, Any]:
         "status": run.status,
         "last_step": run.last_step,
         "window": window,
+        "steps": len(steps),
         "losses": {name: _loss(steps[name]) for name in _LOSSES},
         "layers": [_layer(run, layer, router, window) for layer, router in _routers(run)],
     }

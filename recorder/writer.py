@@ -87,6 +87,8 @@ class RunWriter:
         self._num_rows = 0
         self._steps_since_flush = 0
         self._buffered_step: int | None = None
+        self._logged: set[tuple[int, str]] = set()  # of this segment
+        self._greatest_step = -1  # of this segment
         self._flushed_at = self._beat_at = time.monotonic()
         self._closed = False
         self._sequence = {table: next_sequence(self.path / table, rank) for table in TABLES}
@@ -137,7 +139,7 @@ class RunWriter:
             learning_rate: as used in this step.
 
         Raises:
-            ValueError: unknown phase, negative step, or the run is closed.
+            ValueError: unknown phase, negative or repeated step, or the run is closed.
         """
         scalars = {
             "wall_time_s": wall_time_s,
@@ -149,6 +151,9 @@ class RunWriter:
             "learning_rate": learning_rate,
         }
         row = buffers.key(step, phase) | {"tokens": int(tokens)}
+        if (step, phase) in self._logged:
+            raise ValueError(f"step {step} of phase {phase!r} is recorded already; number steps through the whole run")
+        self._logged.add((step, phase))
         row |= {name: None if value is None else float(value) for name, value in scalars.items()}
         self._add("steps", step, row, 1)
         self._steps_since_flush += 1
@@ -400,7 +405,8 @@ class RunWriter:
         self._rows[table].append(rows)
         self._num_rows += count
         if step is not None:
-            self._buffered_step = self._manifest["last_step"] = int(step)
+            self._buffered_step = int(step)
+            self._greatest_step = self._manifest["last_step"] = max(self._greatest_step, int(step))
         elapsed = time.monotonic() - self._flushed_at
         if self._num_rows >= self._flush_rows or elapsed >= 2 * self._flush_seconds:
             self.flush()

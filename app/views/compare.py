@@ -65,6 +65,7 @@ def render() -> None:
         help=f"Over {window.words}, each run in its worst layer. Idle: less than a tenth of the uniform share of the "
         "loads summed over them. The uniform share is that of one expert if all had the same load.",
     )
+    _say_what_went_wrong(compared)
     _say_what_differs(compared, layers, steps_S)
     _heatmaps(compared, layers if len(layers) <= MAX_LAYERS_TOGETHER else [layer], summaries, window)
     _at_one_step(compared, layer, steps_S)
@@ -89,15 +90,30 @@ def _usable(picked: Sequence[tuple[data.Listed, Any]]) -> list[Compared]:
     places = comparison.colours([one.reference for one, _ in picked], [run.reference for run in data.listed()])
     usable, left_out = [], []
     for one, run in picked:
-        if not run.moe_layers:
+        problem = data.loads_problem(run)
+        if problem is not None:
+            left_out.append(f"{one.label} ({problem})")
+        elif data.lists_no_layers(run):
+            left_out.append(f"{one.label} (its run.json does not list the layers; routescope summary reads it)")
+        elif not run.moe_layers:
             left_out.append(f"{one.label} (no MoE layer)")
         elif not any(data.layer_stats(run, int(layer["index"])).steps_S.size for layer in run.moe_layers):
-            left_out.append(f"{one.label} ({run.status}, no load of a training step recorded)")
+            left_out.append(
+                f"{one.label} ({run.status}, no load of a training step recorded{empty.where_readable(run)})"
+            )
         else:
             usable.append(Compared(label=one.label, colour=places[one.reference], run=run))
     if left_out:
         st.warning(f"Left out: {plain(words.listed(left_out))}.")
     return usable
+
+
+def _say_what_went_wrong(compared: Sequence[Compared]) -> None:
+    """A line for each run whose balance is not that of a run that learns."""
+    for one in compared:
+        wrong = data.trouble(one.run, WINDOW).words
+        if wrong is not None:
+            st.warning(f"**{plain(one.label)}**: {plain(wrong)}.")
 
 
 def _say_what_differs(compared: Sequence[Compared], layers: Sequence[int], steps_S: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 Each says what to do next. `require_run` is how every page gets its run.
 """
 
+import shlex
 from pathlib import Path
 
 import streamlit as st
@@ -13,6 +14,7 @@ from recorder.reader import Run
 
 _LOOK_AGAIN_S = 1.0
 _NEWER_S = 2.0
+_MOST_NAMED = 5  # part files named in a line; all of them stand behind a click
 
 
 def require_run(*, layers: bool = True) -> Run | None:
@@ -35,10 +37,19 @@ def require_run(*, layers: bool = True) -> Run | None:
     if len(data.steps(run, None)) == 0:
         no_steps(run)
         return None
+    if layers and data.lists_no_layers(run):
+        _problems(run)
+        no_layers_listed(run)
+        return None
     if layers and not run.moe_layers:
+        _problems(run)
         st.info("This run has no MoE layer, so there is no routing to show. Pick another run in the sidebar.")
         return None
+    problem = data.loads_problem(run) if layers else None
     _notes(run)
+    if problem is not None:
+        unusable_loads(run, problem)
+        return None
     return run
 
 
@@ -71,8 +82,43 @@ def unreadable(path: Path, error: str) -> None:
     st.code(str(path), None)
 
 
+def unusable_loads(run: Run, problem: str) -> None:
+    """A run whose manifest is sound and whose loads are not."""
+    st.error(f"The loads of the run `{run.path.name}` cannot be used.", icon=":material/error:")
+    st.markdown(f"**Why:** {plain(problem)}")
+    st.markdown(
+        "**What to do:** pick another run in the sidebar; or write the part files of `layer_stats` anew, "
+        "with one count for each expert in every row:"
+    )
+    st.code(str(run.path / "layer_stats"), None)
+
+
+def no_layers_listed(run: Run) -> None:
+    """A run that recorded loads, but whose manifest names no layer."""
+    st.info("The run.json of this run does not list the model's layers, so this page cannot show its routing.")
+    st.markdown(
+        "**What to do:** pick another run in the sidebar; or list the layers in its `run.json`, under `model`. "
+        "The loads themselves are recorded and can be read as they are:"
+    )
+    st.code(f"routescope summary {_quoted(run.path)}", "bash")
+
+
+def where_readable(run: Run) -> str:
+    """What a sentence about something that is not there must add where part files cannot be read; else ""."""
+    return " in the part files that can be read" if data.problems(run) else ""
+
+
 def no_steps(run: Run) -> None:
-    """A run that has recorded nothing yet, or never will."""
+    """A run that has recorded nothing yet, or never will; or whose steps cannot be read."""
+    if data.problems(run):
+        _problems(run)
+        st.markdown(
+            f"No step of this run can be read; it is {run.status}"
+            + ("." if run.last_step is None else f", its last step was {run.last_step:,}.")
+        )
+        st.markdown("**What to do:** put the files back from a copy, or pick another run in the sidebar.")
+        st.code(str(run.path), None)
+        return
     if run.status != "running":
         st.warning(f"This run is {run.status} and recorded no step.", icon=":material/hourglass_disabled:")
         if run.manifest.get("error"):
@@ -107,11 +153,22 @@ def _notes(run: Run) -> None:
         )
     elif status == "failed":
         st.warning(f"This run failed after step {last}: {plain(str(run.manifest.get('error') or 'no reason given'))}")
-    if run.problems:
-        with st.expander(
-            f"{len(run.problems)} part files cannot be read; the rest is shown", icon=":material/warning:"
-        ):
-            st.code("\n".join(run.problems), None)
+    _problems(run)
+
+
+def _problems(run: Run) -> None:
+    """Which part files cannot be read; nothing where all can."""
+    lines = data.problems(run)
+    if not lines:
+        return
+    many = "1 part file" if len(lines) == 1 else f"{len(lines)} part files"
+    names = ", ".join(line.partition(": ")[0] for line in lines[:_MOST_NAMED])
+    more = f" and {len(lines) - _MOST_NAMED} more" if len(lines) > _MOST_NAMED else ""
+    st.warning(
+        f"{many} cannot be read: {plain(names)}{more}. What they hold is missing here.", icon=":material/warning:"
+    )
+    with st.expander("Why they cannot be read"):
+        st.code("\n".join(lines), None)
 
 
 def _newer(path: Path, drawn: int | None) -> None:
@@ -127,4 +184,4 @@ def _newer(path: Path, drawn: int | None) -> None:
 
 def _quoted(path: Path) -> str:
     text = str(path)
-    return f'"{text}"' if " " in text else text
+    return shlex.quote(text)

@@ -46,6 +46,9 @@ def render() -> None:
     head.title(
         title_of(model), help="From the run's manifest: the model's layers, and its parameters, embeddings included."
     )
+    if not layers and data.lists_no_layers(run):
+        empty.no_layers_listed(run)
+        return
     if not layers:
         st.info("This run's manifest describes no layers. Pick another run in the sidebar.")
         return

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, navigation, state
+from app import charts, data, health, navigation, state
 from app.text import plain
 from app.views import empty, overview_charts
 from app.words import NONE, count, listed, value
@@ -37,16 +37,21 @@ def render() -> None:
     window, layer = _controls(run, layers, one_at_a_time)
     summary = data.summary(run, window)
     covered = _covered(run, window)
+    wrong = data.trouble(run, window)
     with head:
         st.title(
-            headline(summary["layers"]),
+            headline(summary["layers"], wrong),
             help=f"Over {covered.words}. Least balanced is the layer with the greatest max_violation of the loads "
-            "summed over them. Idle is an expert with less than a tenth of the uniform share, busy any other.",
+            "summed over them. Idle is an expert with less than a tenth of the uniform share, busy any other. "
+            "A loss that is not finite, and steps without a routed token, come first.",
         )
         st.caption(f"{_described(run)} The numbers are of {covered.words}{covered.range}.")
+        if wrong.unrouted:
+            st.caption(f"Balance is a matter of the steps that routed tokens: {headline(summary['layers'])}.")
     _numbers(run, summary, covered)
     idle = {one["layer"]: _experts_idle(one) for one in summary["layers"] if one["idle_experts"] is not None}
-    overview_charts.load(run, layers if layer is None else [layer], idle, covered.words)
+    over = f"the steps with routed tokens among {covered.words}" if wrong.unrouted else covered.words
+    overview_charts.load(run, layers if layer is None else [layer], idle, over)
     overview_charts.losses(run)
     drawn = layers if len(layers) <= MAX_PANELS or layer is None else [layer]
     series = [data.load_series(run, index) for index in drawn]
@@ -89,8 +94,19 @@ def _covered(run: Run, window: int) -> Covered:
     return Covered(max(steps, key=len), window)
 
 
-def headline(layers: Sequence[dict[str, Any]]) -> str:
-    """The answer in words, from `layers` of `recorder.summary.summarise`."""
+def headline(layers: Sequence[dict[str, Any]], wrong: health.Trouble | None = None) -> str:
+    """The answer in words: what went wrong, else the balance.
+
+    Where only some tokens of some steps could not be routed, both.
+
+    layers  those of `recorder.summary.summarise`
+    """
+    if wrong is None or wrong.words is None:
+        return _balance(layers)
+    return wrong.words if wrong.loss or wrong.unrouted else f"{wrong.words}. {_balance(layers)}"
+
+
+def _balance(layers: Sequence[dict[str, Any]]) -> str:
     known = [layer for layer in layers if layer["max_violation_window"] is not None]
     if not known:
         return "No load recorded in the window, so nothing can be said of its balance"

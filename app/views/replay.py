@@ -65,7 +65,10 @@ def render() -> None:
     if phase is None:
         head.title("Replay")
         state.pick_layer(run)
-        st.info(f"No load of layer {layer} is recorded in this run. Pick another layer, or another run in the sidebar.")
+        st.info(
+            f"No load of layer {layer} is recorded in this run{empty.where_readable(run)}. "
+            "Pick another layer, or another run in the sidebar."
+        )
         return
     if phase != "train":
         st.caption(f"This run recorded no load while training: the steps shown are of phase {phase}.")

@@ -12,7 +12,7 @@ from app.text import plain
 from app.views import empty
 from app.words import count, listed
 
-WINDOW = 50  # recorded steps; that of `data.row`
+WINDOW = data.ROW_WINDOW
 _REFRESH_S = 3.0
 _MOST_PROBLEMS = 5  # more stand behind a click
 _TICKED = "_runs_ticked"
@@ -20,7 +20,8 @@ _TICKED = "_runs_ticked"
 _RULE = (
     f"Judged are runs with at least {WINDOW} recorded training steps, over the last {WINDOW} of them. An expert is "
     "idle where it gets less than a tenth of the uniform share in that window, and busy where it does not; of a run "
-    "with several MoE layers the worst one counts. A router z-loss alone is no balancer."
+    "with several MoE layers the worst one counts. A router z-loss alone is no balancer. "
+    "A run has gone wrong, and is not judged, where in that window the loss is not finite, or tokens were not routed."
 )
 
 
@@ -51,6 +52,10 @@ def headline(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> str
     """
     pairs = [(run, row) for run, row in zip(runs, rows, strict=True) if is_judged(row)]
     total = count(len(runs), "run")
+    wrong = sum(row.get("trouble") is not None for row in rows)
+    if not pairs and wrong:
+        other = ", none of the others long enough to judge the balance" if wrong < len(runs) else ""
+        return f"{total}, {_gone_wrong(wrong)}{other}"
     if not pairs:
         return f"{total}, none long enough to judge the balance"
     without = [pair for pair in pairs if _has_balancer(pair[1]) is False]
@@ -59,12 +64,17 @@ def headline(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> str
     said += [_balanced(balanced)] if balanced else []
     if not said:
         said = [_idle_among(pairs, "run", "runs")]
+    said += [_gone_wrong(wrong)] if wrong else []
     return f"{total}: {'; '.join(said)}"
 
 
 def is_judged(row: dict[str, Any]) -> bool:
-    """Whether a run has recorded enough to say which of its experts are idle."""
-    return row["idle_experts"] is not None and row["num_steps"] >= WINDOW
+    """Whether a run has recorded enough, and nothing that went wrong, to say which of its experts are idle."""
+    return row["idle_experts"] is not None and row["num_steps"] >= WINDOW and row.get("trouble") is None
+
+
+def _gone_wrong(runs: int) -> str:
+    return f"{runs} {'has' if runs == 1 else 'have'} gone wrong (see below the table)"
 
 
 def _has_balancer(row: dict[str, Any]) -> bool | None:
@@ -141,9 +151,8 @@ def _curve(values: list[float]) -> list[float] | None:
 def _problem(row: dict[str, Any]) -> str | None:
     if row["error"]:
         return " ".join(str(row["error"]).split())
-    if row["status"] == "unfinished":
-        return "its process ended without closing the run"
-    return None
+    ended = "its process ended without closing the run" if row["status"] == "unfinished" else None
+    return "; ".join(part for part in (ended, row.get("trouble")) if part) or None
 
 
 def _columns(frame: pd.DataFrame) -> dict[str, Any]:
@@ -252,7 +261,7 @@ def _table(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> list[
 
 
 def _problems(frame: pd.DataFrame) -> None:
-    """One line for each run that ended early or cannot be read."""
+    """One line for each run that ended early, went wrong or cannot be read."""
     bad = frame[frame["problem"].notna()]
     lines = [
         f"**{plain(run)}** ({status}): {plain(problem)}"
@@ -260,14 +269,14 @@ def _problems(frame: pd.DataFrame) -> None:
     ]
     place = st.container()
     if len(lines) > _MOST_PROBLEMS:
-        place = st.expander(f"{len(lines)} runs ended early or cannot be read", icon=":material/warning:")
+        place = st.expander(f"{len(lines)} runs ended early, went wrong or cannot be read", icon=":material/warning:")
     for line in lines:
         place.markdown(line)
 
 
 def _scope(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> str:
     said = f"Numbers of the last {WINDOW} recorded training steps; max_violation, idle and dead: worst MoE layer."
-    short = [run.label for run, row in zip(runs, rows, strict=True) if not is_judged(row)]
+    short = [run.label for run, row in zip(runs, rows, strict=True) if not is_judged(row) and not row.get("trouble")]
     if short and len(short) < len(rows):
         named = listed([plain(label) for label in short]) if len(short) <= 3 else count(len(short), "run")
         said += f" Not judged in the title, with fewer than {WINDOW} steps to go by: {named}."

@@ -14,7 +14,7 @@ from app.figures.theme import OKABE_ITO, categorical_colour
 from app.figures.token_matrix import token_matrix
 from app.figures.token_text import INK, TokenRows, token_ground, token_html
 from app.text import plain
-from app.views.empty import require_run
+from app.views.empty import require_run, where_readable
 from recorder.reader import Run
 
 MAX_TEXT_TOKENS = 1024  # of all sequences shown: about three screens of text
@@ -56,7 +56,10 @@ def render() -> None:
             )
     decisions = data.decisions(run, step, layer, phase)
     if decisions.empty:
-        st.info(f"No decisions of layer {layer} were recorded at step {step:,}. Choose another layer or step.")
+        st.info(
+            f"No decisions of layer {layer} were recorded at step {step:,}{where_readable(run)}. "
+            "Choose another layer or step."
+        )
         return
     routes = token_routes.join(decisions, data.tokens(run, step, phase))
     rows = routes.rows
@@ -92,6 +95,10 @@ def render() -> None:
 
 
 def _nothing_recorded(run: Run) -> None:
+    if data.problems(run):
+        st.info("This run holds no single decisions in the part files that can be read.")
+        st.markdown("**What to do:** put the files named above back from a copy, or pick another run in the sidebar.")
+        return
     if run.status == "running":
         st.info("This run has not recorded single decisions yet.", icon=":material/timer:")
     else:

@@ -66,6 +66,8 @@ def train(
     the run as cancelled, ValueError for a corpus that cannot be used, before anything is written.
     """
     corpus = build_corpus(config.corpus, vocab_size=config.vocab_size, seed=config.seed, seq_len=config.seq_len)
+    if should_stop():
+        raise RunCancelledError  # before the run's folder is there
     model = build_model(config, corpus.vocab_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
     attach_balancers(model, optimizer)
@@ -82,7 +84,7 @@ def train(
         source="routescope record",
     ) as recorder:
         for step in range(config.steps):
-            if should_stop():
+            if step and should_stop():
                 recorder.close("cancelled")
                 raise RunCancelledError
             batch = corpus.batch(step, config.batch_size, config.seq_len, config.seed)

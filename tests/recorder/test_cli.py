@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -243,3 +245,94 @@ def test_reading_commands_load_no_torch(recorded):
     arguments = [sys.executable, "-c", code, "summary", str(recorded / "first")]
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env={**os.environ})
     assert result.returncode == 0, result.stderr
+
+
+ODD = {
+    "layers-ints": lambda m: m["model"].update(layers=[1, 2]),
+    "layers-text": lambda m: m["model"].update(layers="x"),
+    "index-text": lambda m: m["model"]["layers"][1].update(index="one"),
+    "parameters-text": lambda m: m["model"]["layers"][1].update(parameters_total="x"),
+    "domains-number": lambda m: m.update(domains=5),
+    "config-list": lambda m: m.update(config=[1]),
+    "version-text": lambda m: m.update(format_version="1"),
+}
+
+
+@pytest.mark.parametrize("odd", list(ODD))
+def test_an_odd_manifest_is_one_line_and_the_other_runs_are_listed(recorded, tmp_path, odd):
+    for name in ("good", "odd"):
+        shutil.copytree(recorded / "first", tmp_path / name)
+    manifest = json.loads((tmp_path / "odd" / "run.json").read_text())
+    ODD[odd](manifest)
+    (tmp_path / "odd" / "run.json").write_text(json.dumps(manifest))
+    listed = run("runs", tmp_path, "--json")
+    assert listed.returncode == 0
+    assert [row["path"] for row in json.loads(listed.stdout)] == [str(tmp_path / "good")]
+    assert len(listed.stderr.strip().splitlines()) == 1
+    opened = run("summary", tmp_path / "odd")
+    assert opened.returncode == 1
+    assert len(opened.stderr.strip().splitlines()) == 1
+    assert str(tmp_path / "odd") in opened.stderr
+
+
+def test_loads_that_are_all_null_are_one_line(recorded, tmp_path):
+    shutil.copytree(recorded / "first", tmp_path / "run")
+    (part,) = (tmp_path / "run" / "layer_stats").iterdir()
+    rows = pq.read_table(part)
+    place = rows.column_names.index("load")
+    nulls = pa.nulls(len(rows), rows.schema.field("load").type)
+    pq.write_table(rows.set_column(place, "load", nulls), part)
+    for arguments in (["runs", tmp_path], ["summary", tmp_path / "run"]):
+        result = run(*arguments)
+        assert "Traceback" not in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_parts_that_cannot_be_read_are_named(recorded, tmp_path):
+    shutil.copytree(recorded / "first", tmp_path / "run")
+    (part,) = (tmp_path / "run" / "steps").iterdir()
+    part.write_bytes(b"")
+    for arguments in (["runs", tmp_path], ["summary", tmp_path / "run"]):
+        result = run(*arguments)
+        assert result.returncode == 0
+        assert part.name in result.stderr
+
+
+def test_summary_says_how_many_steps_it_is_of(recorded):
+    assert "over the last 6 recorded training steps" in run("summary", recorded / "first").stdout
+    summary = json.loads(run("summary", recorded / "first", "--json").stdout)
+    assert (summary["window"], summary["steps"]) == (50, 6)
+
+
+def test_no_memory_is_one_line(tmp_path):
+    big = ["--num-experts", "1024", "--expert-d-ff", "16384", "--d-model", "2048", "--num-layers", "2"]
+    command_line = " ".join(command("record", "--steps", 1, *big, "--out", tmp_path))
+    result = subprocess.run(
+        ["bash", "-c", f"ulimit -v 6000000; {command_line}"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "failed" in result.stderr.strip().splitlines()[-1]
+
+
+def test_a_closed_terminal_closes_the_run(tmp_path):
+    arguments = command("record", *SMALL, "--steps", "100000", "--out", tmp_path, "--run-id", "run")
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "run" / "steps").glob("part-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 130
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "cancelled"
+
+
+def test_cancelled_before_the_first_step_leaves_no_folder(tmp_path):
+    arguments = command("record", *SMALL, "--out", tmp_path, "--run-id", "run")
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # the progress bar stands while the text is prepared, before the run's folder is made
+    assert process.stderr.read(1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "nothing was recorded" in err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()

@@ -1,5 +1,6 @@
 """RoutingRecorder on our own layers: what stands in the run equals the model's own tensors."""
 
+import copy
 import math
 
 import numpy as np
@@ -276,3 +277,66 @@ def test_training_with_and_without_the_recorder_is_the_same(tmp_path):
 
     plain, recorded = train(None), train(tmp_path / "run")
     assert all(torch.equal(plain[name], recorded[name]) for name in plain)
+
+
+def test_a_step_is_recorded_once(tmp_path):
+    layer = MoELayer(8, 8, 4, 1)
+    with RoutingRecorder(layer, tmp_path / "run") as recorder:
+        for step in (3, 4, 1):
+            with recorder.step(step):
+                layer(torch.randn(5, 8))
+        with pytest.raises(ValueError, match="step 3 of phase 'train' is recorded already"), recorder.step(3):
+            pass
+        with recorder.step(3, phase="eval"):
+            layer(torch.randn(5, 8))
+        with pytest.raises(ValueError, match="step 4 of phase 'train' is recorded already"):
+            recorder.writer.log_step(4, tokens=1)
+    assert recorder.writer.manifest["last_step"] == 4
+    assert sorted(table(tmp_path / "run", "steps").step) == [1, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"token_ids": [1, 2]},
+        {"domains": ["a"]},
+        {"domains": ["nowhere"] * 2},
+        {"domains": [1, 2]},
+        {"text": ["x"]},
+        {"token_ids": [2**40] * 6},
+    ],
+)
+def test_what_does_not_fit_leaves_nothing_of_the_step(tmp_path, given):
+    layer = MoELayer(8, 8, 4, 1)
+    recorder = RoutingRecorder(layer, tmp_path / "run", domains=("a", "b"))
+    with recorder.step(0):
+        layer(torch.randn(2, 3, 8))
+    with pytest.raises((ValueError, TypeError)), recorder.step(1, **given):
+        layer(torch.randn(2, 3, 8))
+    recorder.close()
+    assert recorder.writer.manifest["last_step"] == 0
+    for name in ("steps", "layer_stats", "decisions", "tokens"):
+        assert set(table(tmp_path / "run", name).step) == {0}, name
+
+
+def test_unknown_scalars_are_named(tmp_path):
+    layer = MoELayer(8, 8, 4, 1)
+    with RoutingRecorder(layer, tmp_path / "run") as recorder, recorder.step(0):
+        layer(torch.randn(5, 8))
+        with pytest.raises(ValueError, match="does not know perplexity; it takes loss, ce_loss"):
+            recorder.log(perplexity=3.0)
+
+
+def test_a_deep_copy_of_the_model_is_not_recorded(tmp_path):
+    layer = MoELayer(8, 8, 4, 1)
+    with RoutingRecorder(layer, tmp_path / "run") as recorder, recorder.step(0):
+        layer(torch.randn(5, 8))
+        copy.deepcopy(layer)(torch.randn(7, 8))
+    assert table(tmp_path / "run", "layer_stats").tokens.tolist() == [5]
+
+
+def test_a_single_vector_is_one_token(tmp_path):
+    layer = MoELayer(8, 8, 4, 1)
+    with RoutingRecorder(layer, tmp_path / "run") as recorder, recorder.step(0):
+        layer(torch.randn(8))
+    assert table(tmp_path / "run", "layer_stats").tokens.tolist() == [1]

@@ -37,7 +37,7 @@ def test_no_run(tmp_path):
         (b'{"format_version": 1, ', "not JSON"),
         (b"\xff\xfe", "cannot be read"),
         (b"[1]", "no run manifest"),
-        (b"{}", "format_version missing"),
+        (b"{}", "no whole number as format_version"),
         (b'{"format_version": 99}', "format_version 99; this routescope reads up to 1"),
     ],
 )
