@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .balancers import NoBalancer, QuantileBalancer, RouterZLoss, SignBiasBalancer, SwitchAuxLoss
-    from .layers import MoELayer
+    from .expert_choice import ExpertChoiceRouter
+    from .layers import LatentMoELayer, MoELayer
     from .routers import TopKRouter
     from .routing import Routing
     from .transformer import MoETransformer, MoETransformerConfig
 
 _HOME_OF = {
+    "ExpertChoiceRouter": "expert_choice",
+    "LatentMoELayer": "layers",
     "MoELayer": "layers",
     "MoETransformer": "transformer",
     "MoETransformerConfig": "transformer",
@@ -28,6 +31,7 @@ _HOME_OF = {
 }
 __all__ = [  # noqa: RUF022 (in the order of a forward pass)
     "TopKRouter",
+    "ExpertChoiceRouter",
     "Routing",
     "NoBalancer",
     "SwitchAuxLoss",
@@ -35,6 +39,7 @@ __all__ = [  # noqa: RUF022 (in the order of a forward pass)
     "SignBiasBalancer",
     "QuantileBalancer",
     "MoELayer",
+    "LatentMoELayer",
     "MoETransformer",
     "MoETransformerConfig",
 ]

@@ -1,6 +1,6 @@
 """Where dense and MoE layers stand in a model, and how many parameters each one has. No torch.
 
-D model width, F expert (or dense) feed-forward width, E experts, K top-k.
+D model width, F expert (or dense) feed-forward width, L latent width, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MATRICES = {"swiglu": 3, "gelu": 2}
+MATRICES = {"swiglu": 3, "gelu": 2, "situ-glu": 3, "clamped-glu": 3}
 """Weight matrices of one feed-forward expert: gate, up and down of a GLU; up and down of a plain one."""
 
 
@@ -18,11 +18,12 @@ class LayerParameters:
     """Parameters of one MoE layer's feed-forward part; attention and norms are not in it.
 
     Attributes:
-        total: router + experts + shared.
-        active: what one token uses: router + K of the E experts + shared.
+        total: router + experts + shared + latent.
+        active: what one token uses: router + K of the E experts + shared + latent.
         router: D E. Balancer biases are not parameters.
         experts: all E routed experts together.
         shared: all shared experts together; every token uses them.
+        latent: the way into the latent space and back, 2 D L and the norm's L; 0 without one.
     """
 
     total: int
@@ -30,6 +31,7 @@ class LayerParameters:
     router: int
     experts: int
     shared: int
+    latent: int = 0
 
 
 def moe_layer_indices(
@@ -88,7 +90,7 @@ def ffn_parameters(d_model: int, d_ff: int, activation: str) -> int:
     Args:
         d_model: D, at least 1.
         d_ff: F, at least 1.
-        activation: "swiglu" (gate, up and down matrix) or "gelu" (up and down).
+        activation: "gelu" (up and down matrix), or one of the gated ones (gate, up and down).
 
     Raises:
         ValueError: a width below 1, or an activation not among these.
@@ -101,7 +103,15 @@ def ffn_parameters(d_model: int, d_ff: int, activation: str) -> int:
 
 
 def moe_parameters(
-    d_model: int, expert_d_ff: int, num_experts: int, top_k: int, num_shared_experts: int, activation: str
+    d_model: int,
+    expert_d_ff: int,
+    num_experts: int,
+    top_k: int,
+    num_shared_experts: int,
+    activation: str,
+    *,
+    latent_size: int | None = None,
+    latent_norm: bool = True,
 ) -> LayerParameters:
     """Parameters of one MoE layer's feed-forward part, without biases.
 
@@ -111,7 +121,9 @@ def moe_parameters(
         num_experts: E, routed experts.
         top_k: K, experts a token uses, 1 to E.
         num_shared_experts: experts that every token uses beside them, at least 0.
-        activation: "swiglu" or "gelu", see `ffn_parameters`.
+        activation: see `ffn_parameters`.
+        latent_size: L, the width that routed experts work in; by default D itself. Shared ones keep D.
+        latent_norm: whether the latent space has a norm; it counts only there.
 
     Raises:
         ValueError: a value out of range, or an unknown activation.
@@ -120,16 +132,23 @@ def moe_parameters(
     """
     num_experts = _whole("num_experts", num_experts, 1)
     top_k = _whole("top_k", top_k, 1, num_experts)
-    expert = ffn_parameters(d_model, _whole("expert_d_ff", expert_d_ff, 1), activation)
+    shared = _whole("num_shared_experts", num_shared_experts, 0) * ffn_parameters(
+        d_model, _whole("expert_d_ff", expert_d_ff, 1), activation
+    )
+    width, latent = d_model, 0
+    if latent_size is not None:
+        width = _whole("latent_size", latent_size, 1)
+        latent = 2 * d_model * width + (width if latent_norm else 0)
+    expert = ffn_parameters(width, expert_d_ff, activation)
     router = d_model * num_experts
     experts = num_experts * expert
-    shared = _whole("num_shared_experts", num_shared_experts, 0) * expert
     return LayerParameters(
-        total=router + experts + shared,
-        active=router + top_k * expert + shared,
+        total=router + experts + shared + latent,
+        active=router + top_k * expert + shared + latent,
         router=router,
         experts=experts,
         shared=shared,
+        latent=latent,
     )
 
 

@@ -6,14 +6,17 @@ Shapes: B batch, S sequence, D model width, V vocabulary, H heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F_
+from torch.utils.checkpoint import checkpoint
 
 from .balancers import make_balancer
+from .capacity import DropPolicy
 from .experts import Activation, make_expert
-from .layers import MoELayer
+from .layers import LatentMoELayer, MoELayer
 from .layout import moe_layer_indices
 from .routers import ScoreFunction, TopKRouter
 from .routing import Routing
@@ -25,9 +28,17 @@ IGNORED_LABEL = -100
 class MoETransformerConfig:
     """Shape and routing of a MoETransformer.
 
-    d_ff is the width of dense layers, expert_d_ff of each expert (default: d_ff). moe_frequency n makes every
-    n-th layer MoE (2: dense, MoE, dense, MoE, ...), after the first `first_k_dense` layers. balancer: a name of
-    `make_balancer`, such as "none", "aux", "sign-bias", "quantile", "aux+z"; the coefficients beside it.
+    d_ff is the width of dense layers, expert_d_ff of each expert (default: d_ff). activation, ffn_bias and dropout
+    are those of all feed-forward networks, dense, routed and shared (`moe_core.experts`). moe_frequency n makes every
+    n-th layer MoE (2: dense, MoE, dense, MoE, ...), from moe_offset on and after the first `first_k_dense` layers;
+    explicit_moe_layers names them by index instead.
+
+    The router's options are those of TopKRouter, under the same names but for router_bias (its bias) and
+    router_init_std (its init_std). latent_size: routed experts work in that
+    width (LatentMoELayer, latent_norm). balancer: a name of `make_balancer`, such as "none", "aux", "sign-bias",
+    "quantile", "aux+z"; the coefficients beside it. activation_checkpointing: recompute each layer in the backward
+    pass instead of keeping its activations; losses, gradients, loads and balancers come out the same.
+
     Raises ValueError for numbers that do not fit together.
     """
 
@@ -36,25 +47,42 @@ class MoETransformerConfig:
     num_layers: int = 4
     num_heads: int = 4
     d_ff: int = 128
-    expert_d_ff: int | None = None
-    num_experts: int = 16
-    top_k: int = 1
-    num_shared_experts: int = 0
+    activation: Activation = "swiglu"
+    ffn_bias: bool = False
+    dropout: float = 0.0
+    activation_checkpointing: bool = False
+
     moe_frequency: int = 2
     moe_offset: int | None = None
     first_k_dense: int = 0
-    activation: Activation = "swiglu"
+    explicit_moe_layers: tuple[int, ...] | None = None
+
+    num_experts: int = 16
+    top_k: int = 1
+    expert_d_ff: int | None = None
+    num_shared_experts: int = 0
+    latent_size: int | None = None
+    latent_norm: bool = True
+    zero_idle_gradients: bool = False
+    dispatcher: str = "auto"
+    capacity_factor: float | None = None
+    drop_policy: DropPolicy = "position"
+
     score_function: ScoreFunction = "softmax"
+    softmax_after_top_k: bool = False
     renormalize: bool | None = None
     routed_scaling_factor: float = 1.0
     noise_std: float = 0.0
+    num_groups: int = 1
+    top_groups: int | None = None
+    router_bias: bool = False
+    bias_in_weights: bool = False
     router_init_std: float = 0.02
+
     balancer: str = "none"
     aux_coef: float = 1e-2
     z_coef: float = 1e-3
     bias_rate: float = 1e-3
-    dispatcher: str = "auto"
-    capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff"):
@@ -70,11 +98,14 @@ class MoETransformerConfig:
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the MoE layers."""
+        # an explicit list stands alone: the default frequency gives way to it, any other is refused beside it
+        replaced = self.explicit_moe_layers is not None and self.moe_frequency == MoETransformerConfig.moe_frequency
         return moe_layer_indices(
             self.num_layers,
-            moe_frequency=self.moe_frequency,
+            moe_frequency=1 if replaced else self.moe_frequency,
             moe_offset=self.moe_offset,
             first_k_dense=self.first_k_dense,
+            explicit=self.explicit_moe_layers,
         )
 
 
@@ -127,6 +158,45 @@ def _rotate(x_BHSd: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def make_moe_layer(config: MoETransformerConfig) -> MoELayer:
+    """One MoE layer as the config describes it; a LatentMoELayer where it has a latent_size."""
+    c = config
+    d_ff = c.expert_d_ff or c.d_ff
+    router = TopKRouter(
+        c.d_model,
+        c.num_experts,
+        c.top_k,
+        score_function=c.score_function,
+        softmax_after_top_k=c.softmax_after_top_k,
+        renormalize=c.renormalize,
+        routed_scaling_factor=c.routed_scaling_factor,
+        noise_std=c.noise_std,
+        num_groups=c.num_groups,
+        top_groups=c.top_groups,
+        bias=c.router_bias,
+        bias_in_weights=c.bias_in_weights,
+        init_std=c.router_init_std,
+    )
+    balancer = make_balancer(
+        c.balancer, c.num_experts, c.top_k, aux_coef=c.aux_coef, z_coef=c.z_coef, bias_rate=c.bias_rate
+    )
+    shape = (c.d_model, d_ff, c.num_experts, c.top_k, c.num_shared_experts)
+    options: dict[str, Any] = {
+        "router": router,
+        "balancer": balancer,
+        "dispatcher": c.dispatcher,
+        "capacity_factor": c.capacity_factor,
+        "drop_policy": c.drop_policy,
+        "activation": c.activation,
+        "bias": c.ffn_bias,
+        "dropout": c.dropout,
+        "zero_idle_gradients": c.zero_idle_gradients,
+    }
+    if c.latent_size is None:
+        return MoELayer(*shape, **options)
+    return LatentMoELayer(*shape, latent_size=c.latent_size, latent_norm=c.latent_norm, **options)
+
+
 class Block(nn.Module):
     """Pre-norm attention, then a pre-norm feed-forward network or MoE layer, each with its residual."""
 
@@ -137,38 +207,10 @@ class Block(nn.Module):
         self.attention = CausalAttention(c.d_model, c.num_heads)
         self.mlp_norm = nn.RMSNorm(c.d_model)
         self.mlp: nn.Module
-        if not is_moe:
-            self.mlp = make_expert(c.d_model, c.d_ff, c.activation)
-            return
-        router = TopKRouter(
-            c.d_model,
-            c.num_experts,
-            c.top_k,
-            score_function=c.score_function,
-            renormalize=c.renormalize,
-            routed_scaling_factor=c.routed_scaling_factor,
-            noise_std=c.noise_std,
-            init_std=c.router_init_std,
-        )
-        self.mlp = MoELayer(
-            c.d_model,
-            c.expert_d_ff or c.d_ff,
-            c.num_experts,
-            c.top_k,
-            c.num_shared_experts,
-            router=router,
-            balancer=make_balancer(
-                c.balancer,
-                c.num_experts,
-                c.top_k,
-                aux_coef=c.aux_coef,
-                z_coef=c.z_coef,
-                bias_rate=c.bias_rate,
-            ),
-            dispatcher=c.dispatcher,
-            capacity_factor=c.capacity_factor,
-            activation=c.activation,
-        )
+        if is_moe:
+            self.mlp = make_moe_layer(c)
+        else:
+            self.mlp = make_expert(c.d_model, c.d_ff, c.activation, bias=c.ffn_bias, dropout=c.dropout)
 
     def forward(
         self, x_BSD: Tensor, token_mask: Tensor | None
@@ -209,7 +251,12 @@ class MoETransformer(nn.Module):
         routings: list[Routing | None] = []
         layer_losses: list[dict[str, Tensor] | None] = []
         for layer in self.layers:
-            x_BSD, routing, losses_of_layer = layer(x_BSD, token_mask)
+            if self.config.activation_checkpointing:
+                # the non-reentrant kind: the other cuts losses that stand in a dict off from autograd
+                outputs = checkpoint(layer, x_BSD, token_mask, use_reentrant=False)
+            else:
+                outputs = layer(x_BSD, token_mask)
+            x_BSD, routing, losses_of_layer = outputs
             routings.append(routing)
             layer_losses.append(losses_of_layer)
         logits_BSV = self.head(self.norm(x_BSD))

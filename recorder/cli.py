@@ -18,7 +18,9 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from .training.config import BALANCERS, DISPATCHERS, ROUTERS, ToyConfig
+from moe_core.recipe_catalog import RECIPES
+
+from .training.config import BALANCERS, DISPATCHERS, ROUTERS, TASKS, ToyConfig
 
 DONE, FAILED, WRONG_ARGUMENTS, CANCELLED = 0, 1, 2, 130
 RUNS_FOLDER = Path("runs")
@@ -79,13 +81,22 @@ def _fail(message: str, code: int) -> None:
 
 
 Router = StrEnum("Router", [(name, name) for name in ROUTERS])  # type: ignore[misc]
+TaskName = StrEnum("TaskName", [(name, name) for name in TASKS])  # type: ignore[misc]
 DispatcherName = StrEnum("DispatcherName", [(name, name) for name in DISPATCHERS])  # type: ignore[misc]
 DEFAULTS = ToyConfig()
+DEFAULT_TASK = TaskName(DEFAULTS.task)
 DEFAULT_ROUTER, DEFAULT_DISPATCHER = Router(DEFAULTS.router), DispatcherName(DEFAULTS.dispatcher)
 
 
 @cli.command()
 def record(
+    context: typer.Context,
+    task: Annotated[
+        TaskName, typer.Option(help="lm: a language model on text; regression: one MoE layer learns y = tanh(xW).")
+    ] = DEFAULT_TASK,
+    recipe: Annotated[
+        str, typer.Option(help=f"{' | '.join(RECIPES)}: its values in place of the defaults.", metavar="NAME")
+    ] = DEFAULTS.recipe,
     balancer: Annotated[
         list[str] | None,
         typer.Option(help=f"{' | '.join(BALANCERS)}; repeat it, or join by '+', to combine several.", metavar="NAME"),
@@ -107,6 +118,9 @@ def record(
     num_shared_experts: Annotated[
         int, typer.Option(help="Experts that every token passes.")
     ] = DEFAULTS.num_shared_experts,
+    latent_size: Annotated[
+        int | None, typer.Option(help="Width that routed experts work in; not given = the model's.")
+    ] = DEFAULTS.latent_size,
     capacity_factor: Annotated[
         float | None,
         typer.Option(help="Drop what is over this many uniform shares (never below 4 tokens)."),
@@ -132,20 +146,28 @@ def record(
     ] = "",
     out: Annotated[Path, typer.Option(help="Folder that holds runs.")] = RUNS_FOLDER,
 ) -> None:
-    """Train a small MoE language model on real text and record every routing decision."""
+    """Train a small MoE model on real text, or on a toy regression, and record every routing decision."""
     options = {key: value for key, value in locals().items() if key in ToyConfig.__dataclass_fields__}
     options |= {
-        "balancer": "+".join(balancer or [DEFAULTS.balancer]),
+        "task": str(task),
+        "balancer": "+".join(balancer or []),
         "router": str(router),
         "dispatcher": str(dispatcher),
         "corpus": tuple(str(path) for path in corpus or []),
     }
+    # only what was typed: for the rest, recipe and task have defaults of their own
+    options = {key: value for key, value in options.items() if _typed(context, key)}
     try:
-        config = ToyConfig(**options)
+        config = ToyConfig.of(**options)
     except ValueError as error:
         raise CommandError(_as_options(str(error))) from None
     run_path = _new_run_path(out, run_id, config.name or config.full_balancer)
     _record(config, run_path)
+
+
+def _typed(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _record(config: ToyConfig, run_path: Path) -> None:
@@ -172,8 +194,11 @@ def _record(config: ToyConfig, run_path: Path) -> None:
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
             bar.update(done - bar.n)
 
+        def tell(line: str) -> None:
+            bar.write(line, file=sys.stderr)
+
         try:
-            train(config, run_path, on_step=show, should_stop=lambda: bool(stop))
+            train(config, run_path, on_step=show, on_report=tell, should_stop=lambda: bool(stop))
         except RunCancelledError:
             bar.close()
             if not bar.n:

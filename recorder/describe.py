@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from moe_core.experts import GELUExpert, SwiGLUExpert
+from moe_core.experts import FeedForward
 from moe_core.layers import MoELayer
 
 _INDEXED = re.compile(r"^(?P<container>.*?)(?:^|\.)?(?P<index>\d+)(?:\.(?P<inside>.*))?$")
@@ -108,7 +108,7 @@ def _describe_moe(index: int, name: str, layer: MoELayer, block: nn.Module, rout
         "num_experts": layer.num_experts,
         "top_k": layer.top_k,
         "num_shared_experts": layer.num_shared_experts,
-        "latent_size": None,
+        "latent_size": layer.latent_size,
         "score_function": layer.router.score_function,
         "balancer": layer.balancer.name,
         "d_ff": None,
@@ -123,9 +123,8 @@ def _describe_moe(index: int, name: str, layer: MoELayer, block: nn.Module, rout
 
 def _describe_dense(index: int, name: str, module: nn.Module | None, block: nn.Module) -> dict[str, Any]:
     d_ff = activation = None
-    if isinstance(module, SwiGLUExpert | GELUExpert):
-        d_ff = module.down.shape[1]
-        activation = "swiglu" if isinstance(module, SwiGLUExpert) else "gelu"
+    if isinstance(module, FeedForward):
+        d_ff, activation = module.d_ff, module.activation
     return {
         "index": index,
         "module": name,

@@ -1,56 +1,72 @@
-"""The toy training run: a small MoE language model on real text, every routing decision recorded."""
+"""The toy training run: one small MoE model, every routing decision recorded. What it learns is a `Task`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from moe_core import MoETransformer, MoETransformerConfig
 from moe_core.balancers import attach_balancers
 
 from ..hooks import RoutingRecorder
 from .config import ToyConfig
-from .corpus import Corpus, TokenBatch, build_corpus
 
 GRADIENT_CLIP = 1.0
-# First probabilities close to uniform: whoever is chosen learns, is chosen more, and the rest starve. With larger
-# first weights the router's random choices hold out longer, and 400 steps show less of that lesson.
-ROUTER_INIT_STD = 0.005
 
 
 class RunCancelledError(Exception):
     """The run was asked to stop; what was recorded until then is kept."""
 
 
-def build_model(config: ToyConfig, vocab_size: int) -> MoETransformer:
-    """The model of a toy run, its weights drawn from `config.seed` alone: the same for every balancer."""
-    torch.manual_seed(config.seed)
-    return MoETransformer(
-        MoETransformerConfig(
-            vocab_size=vocab_size,
-            d_model=config.d_model,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            d_ff=config.d_ff,
-            expert_d_ff=config.expert_d_ff,
-            num_experts=config.num_experts,
-            top_k=config.top_k,
-            num_shared_experts=config.num_shared_experts,
-            moe_frequency=config.moe_frequency,
-            score_function="softmax" if config.router == "softmax" else "sigmoid",
-            noise_std=config.noise_std,
-            router_init_std=ROUTER_INIT_STD,
-            balancer=config.full_balancer,
-            aux_coef=config.aux_coef,
-            z_coef=config.z_coef,
-            bias_rate=config.bias_rate,
-            dispatcher=config.dispatcher,
-            capacity_factor=config.capacity_factor,
-        )
-    )
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What the model is given, and what the recorder is told of its tokens (keywords of `RoutingRecorder.step`)."""
+
+    inputs: Any
+    tokens: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """What is learnt: a model, its optimizer and its data.
+
+    settings: what the manifest's config says beside the ToyConfig. probe: one fixed held-out batch.
+    """
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def probe(self) -> Batch: ...
+    @property
+    def domains(self) -> Sequence[str]: ...
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+
+    def batch(self, step: int) -> Batch:
+        """The training batch of a step, the same for the same seed."""
+
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
+        """Run the model: "loss", the one to descend, and its parts by their names in the `steps` table."""
+
+    def report(self, steps_done: int) -> str | None:
+        """A line for the person who waits, where this step has one."""
+
+
+def make_task(config: ToyConfig) -> Task:
+    """The task that `config.task` names. Raises ValueError for a corpus or model that cannot be used."""
+    if config.task == "regression":
+        from .regression import RegressionTask
+
+        return RegressionTask(config)
+    from .language_model import LanguageModelTask
+
+    return LanguageModelTask(config)
 
 
 def train(
@@ -58,27 +74,26 @@ def train(
     out: Path,
     *,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
+    on_report: Callable[[str], None] = lambda line: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train and record into the run folder `out` (created; FileExistsError if it is taken).
 
-    Calls on_step(steps done, loss) after each step and should_stop() before it. Raises RunCancelledError after closing
-    the run as cancelled, ValueError for a corpus that cannot be used, before anything is written.
+    Calls on_step(steps done, loss) after each step, on_report(line) where the task has something to tell, and
+    should_stop() before each step. Raises RunCancelledError after closing the run as cancelled, ValueError for a
+    corpus or model that cannot be used, before anything is written.
     """
-    corpus = build_corpus(config.corpus, vocab_size=config.vocab_size, seed=config.seed, seq_len=config.seq_len)
+    task = make_task(config)
     if should_stop():
         raise RunCancelledError  # before the run's folder is there
-    model = build_model(config, corpus.vocab_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
-    attach_balancers(model, optimizer)
-    probe = corpus.probe_batch(config.batch_size, config.seq_len, config.seed)
+    attach_balancers(task.model, task.optimizer)
     torch.manual_seed(config.seed)  # the router's noise
     with RoutingRecorder(
-        model,
+        task.model,
         out,
         name=config.name or out.name,
-        config={**config.as_manifest(), "vocab_size": corpus.vocab_size},
-        domains=corpus.domains,
+        config={**config.as_manifest(), **task.settings},
+        domains=task.domains,
         decisions_every=config.decisions_every,
         probe_every=config.probe_every,
         source="routescope record",
@@ -87,63 +102,38 @@ def train(
             if step and should_stop():
                 recorder.close("cancelled")
                 raise RunCancelledError
-            batch = corpus.batch(step, config.batch_size, config.seq_len, config.seed)
-            loss = _train_step(recorder, model, optimizer, corpus, batch, step)
+            loss = _train_step(recorder, task, step)
             # the last probe sees the finished model: it is what saturation is measured against
             if step % config.probe_every == 0 or step == config.steps - 1:
-                _probe(recorder, model, corpus, probe, step)
+                _probe(recorder, task, step)
             on_step(step + 1, loss)
+            line = task.report(step + 1)
+            if line is not None:
+                on_report(line)
 
 
-def _train_step(
-    recorder: RoutingRecorder,
-    model: MoETransformer,
-    optimizer: torch.optim.Optimizer,
-    corpus: Corpus,
-    batch: TokenBatch,
-    step: int,
-) -> float:
+def _train_step(recorder: RoutingRecorder, task: Task, step: int) -> float:
+    batch = task.batch(step)
     started = time.perf_counter()
-    model.train()
-    input_ids = torch.from_numpy(batch.token_ids)
-    with recorder.step(
-        step,
-        token_ids=batch.token_ids,
-        domains=_domain_names(corpus, batch),
-        text=lambda: corpus.token_texts(batch.token_ids),
-    ):
-        out = model(input_ids, labels=input_ids)
-        assert out.loss is not None
-        optimizer.zero_grad()
-        out.loss.backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
-        optimizer.step()
-        loss = out.loss.item()
+    task.model.train()
+    with recorder.step(step, **batch.tokens):
+        losses = task.losses(batch)
+        task.optimizer.zero_grad()
+        losses["loss"].backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(task.model.parameters(), GRADIENT_CLIP)
+        task.optimizer.step()
         recorder.log(
-            loss=loss,
-            **out.losses,
+            **losses,
             grad_norm=grad_norm,
-            learning_rate=optimizer.param_groups[0]["lr"],
+            learning_rate=task.optimizer.param_groups[0]["lr"],
             wall_time_s=time.perf_counter() - started,
         )
-    return loss
+    return losses["loss"].item()
 
 
 @torch.no_grad()
-def _probe(recorder: RoutingRecorder, model: MoETransformer, corpus: Corpus, batch: TokenBatch, step: int) -> None:
+def _probe(recorder: RoutingRecorder, task: Task, step: int) -> None:
     """One fixed held-out batch in eval mode: the same tokens each time, after the update of that step."""
-    model.eval()
-    input_ids = torch.from_numpy(batch.token_ids)
-    with recorder.step(
-        step,
-        phase="probe",
-        token_ids=batch.token_ids,
-        domains=_domain_names(corpus, batch),
-        text=lambda: corpus.token_texts(batch.token_ids),
-    ):
-        out = model(input_ids, labels=input_ids)
-        recorder.log(loss=out.loss, **out.losses)
-
-
-def _domain_names(corpus: Corpus, batch: TokenBatch) -> list[str]:
-    return [corpus.domains[i] for i in batch.domain_ids]
+    task.model.eval()
+    with recorder.step(step, phase="probe", **task.probe.tokens):
+        recorder.log(**task.losses(task.probe))

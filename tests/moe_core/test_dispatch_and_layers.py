@@ -90,7 +90,7 @@ def test_an_idle_expert_gets_no_gradient_and_adamw_leaves_it_alone(dispatch):
 
 
 def test_unknown_dispatcher_is_named():
-    with pytest.raises(ValueError, match="'magic'.*'auto', 'naive', 'sorted'"):
+    with pytest.raises(ValueError, match="'magic'.*'auto', 'naive', 'masked', 'sorted', 'grouped'"):
         make_dispatcher("magic")
 
 

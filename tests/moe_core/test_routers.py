@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_core import TopKRouter
@@ -116,6 +116,31 @@ def test_logits_stay_float32_under_autocast():
     torch.testing.assert_close(routing.logits_TE, exact, rtol=1e-6, atol=1e-6)
 
 
+def test_a_bias_in_the_weights_only_on_request():
+    logits, bias = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0.0, 0.0, 2.0])
+    options = {"softmax_after_top_k": True}
+    default = TopKRouter(4, 3, 2, **options).route_logits(logits, bias)
+    teaching = TopKRouter(4, 3, 2, **options, bias_in_weights=True).route_logits(logits, bias)
+    assert default.expert_ids_TK.tolist() == teaching.expert_ids_TK.tolist() == [[0, 2]]  # corrected 2, 1, 2
+    assert default.weights_TK[0].tolist() == pytest.approx([0.8808, 0.1192], abs=1e-4)
+    assert teaching.weights_TK[0].tolist() == pytest.approx([0.5, 0.5])
+    with pytest.raises(ValueError, match="bias_in_weights=True needs softmax_after_top_k"):
+        TopKRouter(4, 3, 2, bias_in_weights=True)
+
+
+def test_a_learned_router_bias_is_part_of_the_logits():
+    router = TopKRouter(4, 3, 1, bias=True)
+    with torch.no_grad():
+        router.weight.zero_()
+        router.bias.copy_(torch.tensor([0.0, 2.0, 1.0]))
+    routing = router(torch.randn(5, 4))
+    assert routing.logits_TE.tolist() == [[0.0, 2.0, 1.0]] * 5
+    assert routing.expert_ids_TK.flatten().tolist() == [1] * 5
+    routing.weights_TK.sum().backward()
+    assert router.bias.grad.abs().sum() > 0
+    assert "bias" not in TopKRouter(4, 3, 1).state_dict()
+
+
 def test_nan_activations_leave_the_router_gradient_finite():
     router = TopKRouter(4, 8, 2)
     x = torch.randn(5, 4)
@@ -143,6 +168,7 @@ def test_the_router_gets_a_gradient_by_default(top_k):
         ({"score_function": "relu"}, "'relu'.*'softmax', 'sigmoid'"),
         ({"top_k": 1, "renormalize": True}, "top_k=1"),
         ({"noise_std": nan}, "noise_std=nan"),
+        ({"routed_scaling_factor": inf}, "routed_scaling_factor=inf"),
         ({"score_function": "sigmoid", "softmax_after_top_k": True}, "softmax_after_top_k"),
     ],
 )
@@ -161,6 +187,7 @@ def test_bad_shapes_are_named():
         router(torch.zeros(3, 4), expert_bias=torch.zeros(7))
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     st.integers(0, 12),
     st.integers(1, 9),

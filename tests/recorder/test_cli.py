@@ -308,7 +308,7 @@ def test_no_memory_is_one_line(tmp_path):
     big = ["--num-experts", "1024", "--expert-d-ff", "16384", "--d-model", "2048", "--num-layers", "2"]
     command_line = " ".join(command("record", "--steps", 1, *big, "--out", tmp_path))
     result = subprocess.run(
-        ["bash", "-c", f"ulimit -v 6000000; {command_line}"], capture_output=True, text=True, timeout=120
+        ["bash", "-c", f"ulimit -v 5000000; {command_line}"], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 1
     assert "Traceback" not in result.stderr
