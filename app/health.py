@@ -75,7 +75,7 @@ def _routed_S(layer: LayerStats) -> np.ndarray:
 
 
 def _worst(layers: Sequence[LayerStats], clause: str, bad: Sequence[np.ndarray]) -> str | None:
-    """The clause with the number of steps of the layer that has most of them, and that layer where others have fewer."""
+    """The clause with the steps of the layer that has most of them, and which that is where others have fewer."""
     most = max(range(len(layers)), key=lambda place: int(bad[place].sum()), default=None)
     if most is None or not bad[most].any():
         return None

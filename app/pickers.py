@@ -20,6 +20,8 @@ def pick_run() -> None:
     if wanted is None or (found is not None and found != wanted):
         # Named from here on, so that a reload shows the same run even after others have been recorded.
         state.choose(run=found or fallback)
+    elif found is None:  # the pages that show it say so too: see `say_missing`
+        st.caption(f"There is no run {plain(wanted[:80])} in the folders shown; another one is shown instead.")
     state.pick_option(
         "run",
         "Run",

@@ -23,6 +23,7 @@ from app.views import empty
 from moe_core import metrics
 
 MAX_RUNS = 6
+MAX_FILES = 3  # more that cannot be read are counted, not named
 MAX_LAYERS_TOGETHER = 4  # more layers than these, and the chosen one is drawn alone
 _SMOOTHING = 0.8
 _BARS_PER_ROW = 3
@@ -114,6 +115,10 @@ def _say_what_went_wrong(compared: Sequence[Compared]) -> None:
         wrong = data.trouble(one.run, WINDOW).words
         if wrong is not None:
             st.warning(f"**{plain(one.label)}**: {plain(wrong)}.")
+        files = [line.partition(": ")[0] for line in data.problems(one.run)]
+        if files:
+            named = words.listed(files) if len(files) <= MAX_FILES else words.count(len(files), "part file")
+            st.warning(f"**{plain(one.label)}**: {plain(named)} cannot be read; the rest is compared.")
 
 
 def _say_what_differs(compared: Sequence[Compared], layers: Sequence[int], steps_S: np.ndarray) -> None:

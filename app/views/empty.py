@@ -17,13 +17,14 @@ _NEWER_S = 2.0
 _MOST_NAMED = 5  # part files named in a line; all of them stand behind a click
 
 
-def require_run(*, layers: bool = True) -> Run | None:
+def require_run(*, layers: bool = True, decisions: bool = False) -> Run | None:
     """The run picked in the sidebar, up to date; or None after drawing why there is none and what to do.
 
     A run that is still recorded, was cut off, failed, or has unreadable parts gets a line that says so and is
     returned all the same. Draw the page's title before, and return where this is None.
 
-    layers  False accepts a run without any MoE layer
+    layers     False accepts a run without any MoE layer
+    decisions  True also looks into the part files of single decisions, so that damage there is told
     """
     reference = state.current("run")
     listed = data.find(reference)
@@ -46,6 +47,8 @@ def require_run(*, layers: bool = True) -> Run | None:
         st.info("This run has no MoE layer, so there is no routing to show. Pick another run in the sidebar.")
         return None
     problem = data.loads_problem(run) if layers else None
+    if decisions:
+        data.decision_steps(run)
     _notes(run)
     if problem is not None:
         unusable_loads(run, problem)
@@ -110,7 +113,7 @@ def where_readable(run: Run) -> str:
 
 def no_steps(run: Run) -> None:
     """A run that has recorded nothing yet, or never will; or whose steps cannot be read."""
-    if data.problems(run):
+    if data.problems(run) or (run.status != "running" and run.last_step is not None):
         _problems(run)
         st.markdown(
             f"No step of this run can be read; it is {run.status}"
@@ -165,7 +168,9 @@ def _problems(run: Run) -> None:
     names = ", ".join(line.partition(": ")[0] for line in lines[:_MOST_NAMED])
     more = f" and {len(lines) - _MOST_NAMED} more" if len(lines) > _MOST_NAMED else ""
     st.warning(
-        f"{many} cannot be read: {plain(names)}{more}. What they hold is missing here.", icon=":material/warning:"
+        f"{many} cannot be read: {plain(names)}{more}. "
+        f"What {'it holds' if len(lines) == 1 else 'they hold'} is missing here.",
+        icon=":material/warning:",
     )
     with st.expander("Why they cannot be read"):
         st.code("\n".join(lines), None)

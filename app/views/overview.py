@@ -40,7 +40,7 @@ def render() -> None:
     wrong = data.trouble(run, window)
     with head:
         st.title(
-            headline(summary["layers"], wrong),
+            headline(summary["layers"], wrong, damaged=bool(data.problems(run))),
             help=f"Over {covered.words}. Least balanced is the layer with the greatest max_violation of the loads "
             "summed over them. Idle is an expert with less than a tenth of the uniform share, busy any other. "
             "A loss that is not finite, and steps without a routed token, come first.",
@@ -94,21 +94,24 @@ def _covered(run: Run, window: int) -> Covered:
     return Covered(max(steps, key=len), window)
 
 
-def headline(layers: Sequence[dict[str, Any]], wrong: health.Trouble | None = None) -> str:
+def headline(layers: Sequence[dict[str, Any]], wrong: health.Trouble | None = None, *, damaged: bool = False) -> str:
     """The answer in words: what went wrong, else the balance.
 
     Where only some tokens of some steps could not be routed, both.
 
-    layers  those of `recorder.summary.summarise`
+    layers   those of `recorder.summary.summarise`
+    damaged  whether there are part files that cannot be read, so that a load may have been recorded after all
     """
     if wrong is None or wrong.words is None:
-        return _balance(layers)
-    return wrong.words if wrong.loss or wrong.unrouted else f"{wrong.words}. {_balance(layers)}"
+        return _balance(layers, damaged)
+    return wrong.words if wrong.loss or wrong.unrouted else f"{wrong.words}. {_balance(layers, damaged)}"
 
 
-def _balance(layers: Sequence[dict[str, Any]]) -> str:
+def _balance(layers: Sequence[dict[str, Any]], damaged: bool) -> str:
     known = [layer for layer in layers if layer["max_violation_window"] is not None]
     if not known:
+        if damaged:
+            return "No load of the window can be read, so nothing can be said of its balance"
         return "No load recorded in the window, so nothing can be said of its balance"
     worst = least_balanced(known)
     assert worst is not None

@@ -37,7 +37,7 @@ def render() -> None:
     """Draw the page."""
     title = st.empty()
     title.title("Which expert does each token go to?")
-    run = require_run()
+    run = require_run(decisions=True)
     if run is None:
         return
     phases = [phase for phase in _PHASES if data.decision_steps(run, phase).size]
@@ -272,7 +272,11 @@ def _about(
         text += f" Step {int(asked):,} has no decisions; {step:,} is the nearest that has."
     st.caption(text)
     lacking = []
-    if routes.numbered:
+    if routes.numbered and data.problems(run):
+        lacking.append(
+            "The tokens of this step are not in the part files that can be read: they are numbered in order."
+        )
+    elif routes.numbered:
         lacking.append("The run does not tell which tokens these are: they are numbered in the order of the batch.")
     elif not routes.has_text:
         lacking.append("The run holds no text; tokens are shown by their id.")

@@ -80,6 +80,16 @@ def test_conflicts_between_values_are_told(tmp_path: Path) -> None:
     assert line == f"Your own text: there is no file or folder {tmp_path / 'none.txt'}"
 
 
+@pytest.mark.parametrize(
+    "path", ["~nosuchuser/x", "x" * 400, "a/" * 5000, "a\0b"], ids=["user", "name", "path", "zero"]
+)
+def test_a_path_that_cannot_be_one_is_a_line(path: str, tmp_path: Path) -> None:
+    [line] = record_form.problems(GOOD | {"corpus": [path]})
+    assert line.startswith(f"Your own text: there is no file or folder {path[:100]}")
+    assert len(line) < 200
+    assert path.rstrip("/") in record_form.command(GOOD | {"corpus": [path]}, run_id="x", out=tmp_path)
+
+
 def test_the_command_holds_every_value_and_no_shell_reads_it(tmp_path: Path) -> None:
     values = GOOD | {"balancer": "aux+quantile", "name": "--help; rm -rf $HOME", "corpus": ["a b.txt", "c"]}
     words = record_form.command(values, run_id="mine", out=tmp_path)
@@ -115,6 +125,23 @@ def test_bad_values_start_nothing(shown: Path, open_page: Callable[..., AppTest]
     assert sorted(error.value for error in test.sidebar.error) == [
         "MoE frequency 2 of Layers 1 leaves no MoE layer to record; choose at most 1",
         "Top-k 20 is more than Experts 16",
+    ]
+    assert jobs.jobs(shown) == []
+
+
+def test_an_emptied_field_is_not_the_default(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    test = open_page("recording")
+    for name in ("steps", "lr"):
+        field = test.sidebar.number_input(key=f"record_{name}")
+        assert field.value == getattr(record_form.DEFAULTS, name)
+        # What the browser puts into a field that is emptied: with a default it would be that, and go unnoticed.
+        assert not field.proto.HasField("default")
+        field.set_value(None)
+    test.button(key="record_start").click().run()
+    assert not test.exception
+    assert [error.value.replace("\\", "") for error in test.sidebar.error] == [
+        "Steps: a number is missing",
+        "Learning rate: a number is missing",
     ]
     assert jobs.jobs(shown) == []
 

@@ -84,7 +84,8 @@ def test_title_legend_and_tables_are_those_of_the_files(pages: Open, recorded: P
     title = test.title[0].value
     assert f"these {len(rows)} tokens" in title
     assert f"{100 * share.max():.0f}%" in title
-    assert f"for {100 * by_domain.to_numpy().max():.0f}%" in title
+    most = by_domain.to_numpy().max()  # the corpus is this checkout's own text: how decided the router is may change
+    assert f"{'for' if most > 0.5 else 'with'} {100 * most:.0f}%" in title
     assert ("Expert" if share.max() > 2 / 8 else "No expert stands out") in title
     assert f"{len(rows)} tokens of step 59, the same held-out text at every probe. Uniform share: 12.5%" in words(test)
 
