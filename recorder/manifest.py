@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from recorder.manifest_shape import check_manifest
 from recorder.schema import FORMAT_VERSION
 
 try:
@@ -160,23 +161,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunUnreadableError(
             f"{file} has format_version {manifest['format_version']}; this routescope reads up to {FORMAT_VERSION}"
         )
-    _check_shape(file, manifest)
+    try:
+        check_manifest(manifest)
+    except ValueError as error:
+        raise RunUnreadableError(f"{path}: {error}") from None
     return manifest
-
-
-def _check_shape(file: Path, manifest: dict[str, Any]) -> None:
-    """Raise RunUnreadableError where a manifest of another writer has not the shape that readers lean on."""
-    for key, kind, named in (("config", dict, "an object"), ("model", dict, "an object"), ("domains", list, "a list")):
-        if not isinstance(manifest.get(key) or kind(), kind):
-            raise RunUnreadableError(f"{file}: {key} is {manifest[key]!r}, not {named}")
-    layers = (manifest.get("model") or {}).get("layers") or []
-    if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
-        raise RunUnreadableError(f"{file}: model.layers is not a list of objects")
-    for layer in layers:
-        for key, value in layer.items():
-            counts = key in ("index", "router", "num_experts", "top_k") or "parameters" in key
-            if counts and value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-                raise RunUnreadableError(f"{file}: {key} of a layer is {value!r}, not a whole number")
 
 
 def create_manifest(path: Path, manifest: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a manifest has the shape that the pages lean on: other writers than ours may have written it."""
+"""Whether a manifest has the shape that readers lean on: other writers than ours may have written it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,29 +10,24 @@ _LAYER_NUMBERS = (
 )
 
 
-def check(manifest: Mapping[str, Any]) -> None:
-    """Raise ValueError, in one line that says what is wrong, where the pages could not show a run of this manifest."""
+def check_manifest(manifest: Mapping[str, Any]) -> None:
+    """Raise ValueError, in one line that says what is wrong, where a run of this manifest could not be read."""
     model = manifest.get("model") or {}
     layers = model.get("layers") or [] if isinstance(model, dict) else None
     if not isinstance(layers, list) or not all(isinstance(layer, dict) for layer in layers):
-        raise ValueError("its run.json does not list the model's layers as objects")
+        raise ValueError("run.json does not list the model's layers as objects")
     wrong = _wrong(model, _MODEL_NUMBERS)
     if wrong is not None:
-        raise ValueError(f"its run.json has {model[wrong]!r} for the model's {wrong}, which is no whole number")
+        raise ValueError(f"run.json has {model[wrong]!r} for the model's {wrong}, which is no whole number")
     for layer in layers:
         wrong = _wrong(layer, _LAYER_NUMBERS) or ("index" if layer.get("index") is None else None)
         if wrong is not None:
-            raise ValueError(f"its run.json describes a layer without a whole number for {wrong}")
+            raise ValueError(f"run.json describes a layer without a whole number for {wrong}")
     if not isinstance(manifest.get("config") or {}, dict):
-        raise ValueError("its run.json holds no config object")
+        raise ValueError("run.json holds no config object")
     domains = manifest.get("domains") or []
     if not isinstance(domains, list) or not all(isinstance(name, str) for name in domains):
-        raise ValueError(f"its run.json has {str(domains)[:80]} for domains, which is no list of names")
-
-
-def lists_layers(manifest: Mapping[str, Any]) -> bool:
-    """Whether the manifest names any layer, dense or MoE."""
-    return bool((manifest.get("model") or {}).get("layers"))
+        raise ValueError(f"run.json has {str(domains)[:80]} for domains, which is no list of names")
 
 
 def _wrong(numbers: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
