@@ -260,7 +260,7 @@ def conventions(model: Mapping[str, Any], layers: list[dict[str, Any]]) -> tuple
     outside = total - sum(known) if total is not None and len(known) == len(blocks) else None
     both: int | None = None
     if embedding is None:
-        note = "Without vocabulary size and width in the manifest, the embeddings cannot be told apart."
+        note = "The manifest names no vocabulary: the model has no embeddings, or they cannot be told apart."
     elif outside is None or outside < embedding:
         note = "The manifest does not tell whether input and output share one embedding."
     elif outside >= 2 * embedding:

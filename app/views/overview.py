@@ -229,11 +229,19 @@ def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
         return label + where(layer["layer"] if layer and layer[name] else None)
 
     with st.container(horizontal=True, gap="small", key="overview_numbers"):
-        _metric(
-            "Cross-entropy",
-            _final_loss(run, summary),
-            f"Mean of ce_loss, in nats per token, over {losses.words}{losses.range}. Auxiliary losses are not in it.",
-        )
+        if data.steps(run)["ce_loss"].notna().any():
+            _metric(
+                "Cross-entropy",
+                _final_loss(run, summary, "ce_loss"),
+                f"Mean of ce_loss, in nats per token, over {losses.words}{losses.range}. No auxiliary losses in it.",
+            )
+        else:
+            _metric(
+                "Loss",
+                _final_loss(run, summary, "loss"),
+                f"Mean of the training loss, auxiliary losses included, over {losses.words}{losses.range}. This run "
+                "recorded no cross-entropy.",
+            )
         _metric(
             named("max_violation", worst, "max_violation_window"),
             value(worst["max_violation_window"] if worst else None),
@@ -270,9 +278,9 @@ def _indices(run: Run) -> list[int]:
     return list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
 
 
-def _final_loss(run: Run, summary: dict[str, Any]) -> str:
-    mean = summary["losses"]["ce_loss"]
-    if mean is None and data.steps(run)["ce_loss"].tail(summary["window"]).notna().any():
+def _final_loss(run: Run, summary: dict[str, Any], column: str) -> str:
+    mean = summary["losses"][column]
+    if mean is None and data.steps(run)[column].tail(summary["window"]).notna().any():
         return "not finite"
     return value(mean, 4)
 

@@ -115,9 +115,11 @@ def losses(run: Run) -> None:
     if not curves:
         st.caption("No loss was recorded in this run.")
         return
-    said = (
-        "Falling means it learns. Between runs compare the cross-entropy: the training loss holds auxiliary losses too."
-    )
+    said = "Falling means it learns. "
+    if "cross-entropy" in columns:
+        said += "Between runs compare the cross-entropy: the training loss holds auxiliary losses too."
+    else:
+        said += "The training loss holds auxiliary losses too; no cross-entropy was recorded."
     both = [columns.get("training loss"), columns.get("cross-entropy")]
     if both[0] is not None and both[1] is not None and both[0].equals(both[1]):
         # Two lines in one place would look like one that lacks the other.

@@ -261,7 +261,7 @@ def _about(
     """One line on what the numbers are of; and whatever the run does not tell."""
     k = seen.experts_TK.shape[1]
     text = f"{words.count(len(seen), 'token')} of step {step:,}"
-    text += ", the same held-out text at every probe." if phase == "probe" else f", phase {phase}."
+    text += ", the same held-out batch at every probe." if phase == "probe" else f", phase {phase}."
     text += f" Uniform share: {words.value(100 / num_experts)}% an expert."
     if k > 1:
         text += f" Each token has {k} experts; title and colours are of the first."
@@ -279,7 +279,12 @@ def _about(
     elif routes.numbered:
         lacking.append("The run does not tell which tokens these are: they are numbered in the order of the batch.")
     elif not routes.has_text:
-        lacking.append("The run holds no text; tokens are shown by their id.")
+        shown = (
+            "by their id"
+            if routes.rows.token_id_T and any(i is not None for i in routes.rows.token_id_T)
+            else "by number"
+        )
+        lacking.append(f"The run holds no text; tokens are shown {shown}.")
     if not routes.numbered and all(name is None for name in token_routes.domains_T(routes.rows)):
         lacking.append("It names no domains, so nothing is said about them.")
     if routes.left_out:

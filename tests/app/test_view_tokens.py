@@ -87,7 +87,7 @@ def test_title_legend_and_tables_are_those_of_the_files(pages: Open, recorded: P
     most = by_domain.to_numpy().max()  # the corpus is this checkout's own text: how decided the router is may change
     assert f"{'for' if most > 0.5 else 'with'} {100 * most:.0f}%" in title
     assert ("Expert" if share.max() > 2 / 8 else "No expert stands out") in title
-    assert f"{len(rows)} tokens of step 59, the same held-out text at every probe. Uniform share: 12.5%" in words(test)
+    assert f"{len(rows)} tokens of step 59, the same held-out batch at every probe. Uniform share: 12.5%" in words(test)
 
     entries = legend(test)
     assert entries[0] == "all"
