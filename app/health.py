@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-if TYPE_CHECKING:
-    from app.data import LayerStats
+from app.layer_stats import LayerStats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from app import data
+from app.layer_stats import LayerStats
 from moe_core import metrics
 
 
@@ -42,7 +42,7 @@ class Moment:
         return float(self.load_E.sum())
 
 
-def moment(stats: data.LayerStats, step: int) -> Moment:
+def moment(stats: LayerStats, step: int) -> Moment:
     """What `stats` holds of `step`. Raises ValueError where that step was not recorded."""
     row = stats.at(step)
     before = row - 1 if row else None

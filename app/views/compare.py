@@ -18,6 +18,7 @@ from app.figures.curves import metric_curves
 from app.figures.inputs import Curve, LoadSeries
 from app.figures.load_bars import load_bars
 from app.figures.load_heatmap import load_heatmap
+from app.layer_stats import LayerStats
 from app.text import plain
 from app.views import empty
 from moe_core import metrics
@@ -228,7 +229,7 @@ def _at_one_step(compared: Sequence[Compared], layer: int, steps_S: np.ndarray) 
     player.replay(steps_S, draw)
 
 
-def _bars(compared: Sequence[Compared], stats: Mapping[str, data.LayerStats], step: int) -> dict[str, Any]:
+def _bars(compared: Sequence[Compared], stats: Mapping[str, LayerStats], step: int) -> dict[str, Any]:
     figures = {
         one.label: load_bars(
             stats[one.label].load_SE[stats[one.label].at(step)],
@@ -251,7 +252,7 @@ def _bars(compared: Sequence[Compared], stats: Mapping[str, data.LayerStats], st
     return figures
 
 
-def _one_bars(one: Compared, layer: int, step: int, stats: data.LayerStats | None, figure: Any, number: int) -> None:
+def _one_bars(one: Compared, layer: int, step: int, stats: LayerStats | None, figure: Any, number: int) -> None:
     if stats is None or figure is None:
         st.markdown(f"**{plain(one.label)}**")
         st.caption(f"Layer {layer} of this run has no experts.")
@@ -272,7 +273,7 @@ def _one_bars(one: Compared, layer: int, step: int, stats: data.LayerStats | Non
     )
 
 
-def _step_numbers(stats: Mapping[str, data.LayerStats], step: int) -> pd.DataFrame:
+def _step_numbers(stats: Mapping[str, LayerStats], step: int) -> pd.DataFrame:
     frames = []
     for label, one in stats.items():
         load_E = one.load_SE[one.at(step)]

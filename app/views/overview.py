@@ -11,6 +11,7 @@ import pandas as pd
 import streamlit as st
 
 from app import charts, data, health, navigation, state
+from app.layer_stats import LayerStats
 from app.text import plain
 from app.views import empty, overview_charts
 from app.words import NONE, count, listed, value
@@ -137,7 +138,7 @@ def least_balanced(layers: Sequence[dict[str, Any]], name: str = "max_violation_
     )
 
 
-def normalised_aux_loss(stats: data.LayerStats, window: int) -> tuple[float | None, bool]:
+def normalised_aux_loss(stats: LayerStats, window: int) -> tuple[float | None, bool]:
     """Mean normalised aux loss (uniform = 1) of the last `window` recorded steps, and whether it was recorded.
 
     Steps without a recorded value take E * sum_i f_i P_i of their load and mean_prob. None where there is neither.

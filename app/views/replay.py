@@ -16,6 +16,7 @@ from app.figures.load_bars import MAX_MARKED, load_bars
 from app.figures.load_heatmap import load_heatmap
 from app.figures.model_map import model_map
 from app.figures.pooling import expert_groups
+from app.layer_stats import LayerStats
 from app.moments import Moment, changes, expert_numbers, moment
 from app.text import plain
 from app.views import empty
@@ -84,8 +85,8 @@ def _draw(
     step: int,
     *,
     run: Run,
-    stats: data.LayerStats,
-    others: dict[int, data.LayerStats],
+    stats: LayerStats,
+    others: dict[int, LayerStats],
     whole: go.Figure | None,
     head: Any,
 ) -> None:
@@ -172,7 +173,7 @@ def _share(part: float, whole: float) -> str:
     return percent(float(metrics.drop_rate(part, whole)), 1)
 
 
-def _bars(run: Run, stats: data.LayerStats, now: Moment, expert: int | None, theme: Any) -> None:
+def _bars(run: Run, stats: LayerStats, now: Moment, expert: int | None, theme: Any) -> None:
     bias_range = _bias_range(stats)
     nothing_E = np.full_like(now.load_E, np.nan)
     marks = []
@@ -277,7 +278,7 @@ def _change_in_words(now: Moment) -> str:
     return text
 
 
-def _bias_range(stats: data.LayerStats) -> tuple[float, float] | None:
+def _bias_range(stats: LayerStats) -> tuple[float, float] | None:
     """Smallest and largest bias of the whole run; None where there never was one."""
     if stats.expert_bias_SE is None:
         return None
@@ -313,7 +314,7 @@ def _strip(series: LoadSeries, theme: Any) -> go.Figure:
     return _without_colour_bar(figure)
 
 
-def _where(whole: go.Figure, stats: data.LayerStats, step: int, expert: int | None) -> None:
+def _where(whole: go.Figure, stats: LayerStats, step: int, expert: int | None) -> None:
     figure = go.Figure(whole)
     if expert is not None:
         _frame_row(figure, expert_groups(stats.num_experts, STRIP_ROWS), expert)
@@ -354,7 +355,7 @@ def _without_colour_bar(figure: go.Figure) -> go.Figure:
     return figure.update_layout(coloraxis_showscale=False, margin_r=24)
 
 
-def _all_layers(run: Run, layers: list[int], stats: data.LayerStats) -> dict[int, data.LayerStats]:
+def _all_layers(run: Run, layers: list[int], stats: LayerStats) -> dict[int, LayerStats]:
     """The loads of every layer for the map; none where there is one layer, or they would fill the memory."""
     experts = sum(int(layer.get("num_experts") or 0) for layer in run.moe_layers)
     if len(layers) < 2 or experts * stats.steps_S.size > MAP_NUMBERS:
@@ -362,7 +363,7 @@ def _all_layers(run: Run, layers: list[int], stats: data.LayerStats) -> dict[int
     return {index: data.layer_stats(run, index, stats.phase) for index in layers}
 
 
-def _map(run: Run, others: dict[int, data.LayerStats], step: int, selected: tuple[int, int | None], theme: Any) -> None:
+def _map(run: Run, others: dict[int, LayerStats], step: int, selected: tuple[int, int | None], theme: Any) -> None:
     loads = {index: stats.load_SE[stats.at(step)] for index, stats in others.items() if step in stats.steps_S}
     rows = max(MAP_CELLS // len(others), 8)
     single = all(stats.num_experts <= rows for stats in others.values())

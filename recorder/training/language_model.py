@@ -11,7 +11,7 @@ from moe_core import MoETransformer, MoETransformerConfig
 
 from .config import ToyConfig
 from .corpus import TokenBatch, build_corpus
-from .loop import Batch
+from .task import Batch
 
 # First probabilities close to uniform: whoever is chosen learns, is chosen more, and the rest starve. With larger
 # first weights the router's random choices hold out longer, and 400 steps show less of that lesson.

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
 
 from moe_core.balancers import attach_balancers
 
 from ..hooks import RoutingRecorder
 from .config import ToyConfig
+from .language_model import LanguageModelTask
+from .regression import RegressionTask
+from .task import Task
 
 GRADIENT_CLIP = 1.0
 
@@ -23,50 +23,9 @@ class RunCancelledError(Exception):
     """The run was asked to stop; what was recorded until then is kept."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """What the model is given, and what the recorder is told of its tokens (keywords of `RoutingRecorder.step`)."""
-
-    inputs: Any
-    tokens: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Task(Protocol):
-    """What is learnt: a model, its optimizer and its data.
-
-    settings: what the manifest's config says beside the ToyConfig. probe: one fixed held-out batch.
-    """
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer: ...
-    @property
-    def probe(self) -> Batch: ...
-    @property
-    def domains(self) -> Sequence[str]: ...
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-    def batch(self, step: int) -> Batch:
-        """The training batch of a step, the same for the same seed."""
-
-    def losses(self, batch: Batch) -> dict[str, Tensor]:
-        """Run the model: "loss", the one to descend, and its parts by their names in the `steps` table."""
-
-    def report(self, steps_done: int) -> str | None:
-        """A line for the person who waits, where this step has one."""
-
-
 def make_task(config: ToyConfig) -> Task:
     """The task that `config.task` names. Raises ValueError for a corpus or model that cannot be used."""
-    if config.task == "regression":
-        from .regression import RegressionTask
-
-        return RegressionTask(config)
-    from .language_model import LanguageModelTask
-
-    return LanguageModelTask(config)
+    return RegressionTask(config) if config.task == "regression" else LanguageModelTask(config)
 
 
 def train(

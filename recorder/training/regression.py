@@ -15,7 +15,7 @@ from moe_core import MoETransformerConfig
 from moe_core.transformer import make_moe_layer
 
 from .config import ToyConfig
-from .loop import Batch
+from .task import Batch
 
 REPORT_EVERY = 100  # steps
 _PROBE = -1  # the probe's place in the stream of batches, where no step is
