@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .experts import ExpertBank
-from .fused import can_fuse, fused_experts
+from .fused import can_fuse, fused_experts, zeros_for_sum
 from .grouped import can_group, grouped_experts
 from .routers import check_choice
 from .routing import NO_CHOICE, Routing, count_load
@@ -77,7 +77,7 @@ def sort_assignments(ids_TK: Tensor, num_experts: int) -> SortedAssignments:
 def naive_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """Loop over slots and experts with boolean masks: the reference, easy to check by eye."""
     ids_TK = effective_ids(routing)
-    y_TD = _zeros_for_sum(x_TD, routing)
+    y_TD = zeros_for_sum(x_TD, routing.weights_TK)
     for k in range(routing.top_k):
         for e in range(len(experts)):
             mask_T = ids_TK[:, k] == e
@@ -91,7 +91,7 @@ def naive_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
 def masked_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """Loop over experts: find each one's assignments, run it, add its rows to their tokens."""
     ids_TK = effective_ids(routing)
-    y_TD = _zeros_for_sum(x_TD, routing)
+    y_TD = zeros_for_sum(x_TD, routing.weights_TK)
     for e in range(len(experts)):
         token_N, slot_N = (ids_TK == e).nonzero(as_tuple=True)
         if len(token_N):
@@ -160,10 +160,6 @@ def make_dispatcher(name: str = "auto") -> Dispatcher:
     """
     check_choice("dispatcher", name, DISPATCHER_NAMES)
     return auto_dispatch if name == "auto" else DISPATCHERS[name]
-
-
-def _zeros_for_sum(x_TD: Tensor, routing: Routing) -> Tensor:
-    return torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, routing.weights_TK.dtype))
 
 
 def _called_in_order(x_TD: Tensor, routing: Routing, order_N: Tensor, counts: list[int], experts: Experts) -> Tensor:

@@ -75,7 +75,10 @@ class FeedForward(nn.Module):
 
     @classmethod
     def activate_backward(cls, h_NH: Tensor, da_NF: Tensor) -> tuple[Tensor, Tensor]:
-        """activate(h) (N, F), and the gradient with respect to h (N, H) of a loss with gradient da there."""
+        """activate(h) (N, F), and the gradient with respect to h (N, H) of a loss with gradient da there.
+
+        da is scratch afterwards.
+        """
         with torch.enable_grad():
             h_NH = h_NH.detach().requires_grad_()
             a_NF = cls.activate(h_NH)
@@ -106,7 +109,7 @@ class SwiGLUExpert(FeedForward):
         dh_NH = torch.empty_like(h_NH)
         d_gate_NF, d_up_NF = dh_NH.chunk(2, dim=-1)
         torch.mul(da_NF, silu_NF, out=d_up_NF)
-        torch.ops.aten.silu_backward.grad_input(da_NF * up_NF, gate_NF, grad_input=d_gate_NF)
+        torch.ops.aten.silu_backward.grad_input(da_NF.mul_(up_NF), gate_NF, grad_input=d_gate_NF)
         return silu_NF.mul_(up_NF), dh_NH
 
 

@@ -1,20 +1,20 @@
 """The experts' work as one autograd function: what `sorted_dispatch` runs on an ExpertBank.
 
-Shapes: T tokens, K choices a token, N = T*K assignments, n assignments of one expert, D width, F expert width,
-H width of the first product, E experts.
+Shapes: T tokens, K choices a token, N = T*K assignments, C of them in one chunk, D width, F expert width, H width of
+the first product, E experts.
 
 Why by hand: autograd would keep a copy of each token for each of its experts, every product and every factor of the
-activation, all N rows long, and go through main memory for each. Here one expert's rows are gathered, multiplied,
-activated, weighted and added to their tokens while they are still in cache. Kept for the backward pass are the first
-product (N, H) and the experts' outputs (N, D); the gather and the activation are done again.
+activation, all N rows long, and go through main memory for each. Here a chunk of experts, as many as the cache holds,
+is gathered, multiplied, activated, weighted and added to its tokens before the next. Kept for the backward pass are
+the first product (N, H) and the experts' outputs (N, D); the gather and the activation are done again.
 
-The results do not depend on scheduling: experts add to their tokens one after another, in the order of their ids,
-and a token's experts are distinct, so that no two rows of one addition meet.
+The results do not depend on scheduling: chunks are added one after another, in the order of the experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .experts import ExpertBank, FeedForward
+
+CHUNK_BYTES = 2**21  # of first products: about what the caches of two cores hold beside the other factors
 
 
 def can_fuse(x_TD: Tensor, experts: ExpertBank) -> bool:
@@ -33,7 +35,7 @@ def can_fuse(x_TD: Tensor, experts: ExpertBank) -> bool:
     return (
         experts.kind is not None
         and not torch.is_autocast_enabled(x_TD.device.type)
-        and all(parameter.dtype == x_TD.dtype for parameter in experts.parameters())
+        and all(weight.dtype == x_TD.dtype for weights in experts.weights() for weight in weights)
     )
 
 
@@ -45,25 +47,57 @@ def fused_experts(
     order_N: the assignments, as places in the flattened (T, K), sorted by expert, those without an expert last.
     counts: assignments of each expert.
     """
-    kind = experts.kind
+    kind, weights = experts.kind, experts.weights()
     assert kind is not None  # see can_fuse
-    parameters = [weight for weights in experts.weights() for weight in weights]
+    parameters = [weight for role in zip(*weights, strict=True) for weight in role]  # all W_in, then all W_out, ...
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, weights_TK, *parameters))
-    return _FusedExperts.apply(x_TD, weights_TK, order_N, tuple(counts), kind, needs_grad, *parameters)
+    # Elsewhere than on CPU additions to one token from two experts at once would come in any order: one by one there.
+    h_bytes = weights[0][0].shape[0] * x_TD.element_size()
+    rows = CHUNK_BYTES // h_bytes if x_TD.device.type == "cpu" else 0
+    return _FusedExperts.apply(
+        x_TD, weights_TK, order_N, _chunks(counts, rows), (len(experts), kind), needs_grad, *parameters
+    )
 
 
-def _slices(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of the experts that have any."""
-    start = 0
+@dataclass(frozen=True)
+class _Chunk:
+    """Neighbouring experts: their rows among the sorted assignments, and each expert's rows among those."""
+
+    rows: slice
+    experts: tuple[tuple[int, slice], ...]
+
+
+def _chunks(counts: Sequence[int], max_rows: int) -> tuple[_Chunk, ...]:
+    """Experts that have rows, as many in a chunk as stay within max_rows, at least one."""
+    chunks: list[_Chunk] = []
+    inside: list[tuple[int, slice]] = []
+    start = rows = 0
+
+    def close() -> None:
+        if inside:
+            chunks.append(_Chunk(slice(start, start + rows), tuple(inside)))
+            inside.clear()
+
     for expert, count in enumerate(counts):
+        if rows + count > max_rows:
+            close()
+            start, rows = start + rows, 0
         if count:
-            yield expert, slice(start, start + count)
-        start += count
+            inside.append((expert, slice(rows, rows + count)))
+            rows += count
+    close()
+    return tuple(chunks)
 
 
-def _linear(x_nD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # not functional.linear: one call less on the way, and this one counts
-    return torch.mm(x_nD, weight.t()) if bias is None else torch.addmm(bias, x_nD, weight.t())
+def _products(x_CD: Tensor, chunk: _Chunk, matrices: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> Tensor:
+    """Each row times its expert's matrix, plus its bias where there are any."""
+    out = x_CD.new_empty(len(x_CD), matrices[0].shape[1])
+    for expert, mine in chunk.experts:
+        if biases:
+            torch.addmm(biases[expert], x_CD[mine], matrices[expert], out=out[mine])
+        else:
+            torch.mm(x_CD[mine], matrices[expert], out=out[mine])
+    return out
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -73,25 +107,26 @@ class _FusedExperts(torch.autograd.Function):
         x_TD: Tensor,
         weights_TK: Tensor,
         order_N: Tensor,
-        counts: tuple[int, ...],
-        kind: type[FeedForward],
+        chunks: tuple[_Chunk, ...],
+        experts: tuple[int, type[FeedForward]],
         needs_grad: bool,
         *parameters: Tensor,
     ) -> Tensor:
-        per_expert = len(parameters) // len(counts)
-        token_N = order_N // weights_TK.shape[1]
-        weights_N1 = weights_TK.reshape(-1, 1).index_select(0, order_N)
-        sum_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, weights_TK.dtype))
-        # one tensor per expert: the allocator hands those out again, where one of all N rows would be new pages
+        num_experts, kind = ctx.experts = experts
+        ctx.chunks = chunks
+        w_in, w_out, b_in, b_out = _by_role(parameters, num_experts)
+        w_in_t, w_out_t = [w.t() for w in w_in], [w.t() for w in w_out]
+        token_N, weights_N1 = _sorted_tokens_and_weights(weights_TK, order_N)
+        sum_TD = zeros_for_sum(x_TD, weights_TK)
+        # one tensor a chunk: the allocator hands those out again, where one of all N rows would be new pages
         kept: list[Tensor] = []
-        for expert, mine in _slices(counts):
-            w_in_HD, w_out_DF, b_in_H, b_out_D = _of(parameters, expert, per_expert)
-            h_nH = _linear(x_TD.index_select(0, token_N[mine]), w_in_HD, b_in_H)
-            y_nD = _linear(kind.activate(h_nH), w_out_DF, b_out_D)
-            sum_TD.index_add_(0, token_N[mine], (y_nD * weights_N1[mine]).to(sum_TD.dtype))
+        for chunk in chunks:
+            token_C = token_N[chunk.rows]
+            h_CH = _products(x_TD.index_select(0, token_C), chunk, w_in_t, b_in)
+            y_CD = _products(kind.activate(h_CH), chunk, w_out_t, b_out)
+            sum_TD.index_add_(0, token_C, (y_CD * weights_N1[chunk.rows]).to(sum_TD.dtype))
             if needs_grad:
-                kept += (h_nH, y_nD)
-        ctx.counts, ctx.kind, ctx.per_expert = counts, kind, per_expert
+                kept += (h_CH, y_CD)
         if needs_grad:
             ctx.save_for_backward(x_TD, weights_TK, order_N, *parameters, *kept)
         return sum_TD.to(x_TD.dtype)
@@ -100,42 +135,49 @@ class _FusedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_sum_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weights_TK, order_N, *rest = ctx.saved_tensors
-        needs_x, needs_weights, _, _, _, _, *needs_parameter = ctx.needs_input_grad
-        parameters, kept = rest[: len(needs_parameter)], iter(rest[len(needs_parameter) :])
-        token_N = order_N // weights_TK.shape[1]
-        weights_N1 = weights_TK.reshape(-1, 1).index_select(0, order_N)
-        d_weights_N = torch.zeros_like(weights_N1[:, 0]) if needs_weights else None
-        sum_dtype = torch.promote_types(x_TD.dtype, weights_TK.dtype)
-        d_x_TD = torch.zeros_like(x_TD, dtype=sum_dtype) if needs_x else None
+        needs_x, needs_weights, _, _, _, _, *needs_parameters = ctx.needs_input_grad
+        parameters, kept = rest[: len(needs_parameters)], iter(rest[len(needs_parameters) :])
+        num_experts, kind = ctx.experts
+        w_in, w_out, _, _ = _by_role(parameters, num_experts)
         d_parameters: list[Tensor | None] = [None] * len(parameters)
-        for (expert, mine), h_nH, y_nD in zip(_slices(ctx.counts), kept, kept, strict=True):
-            w_in_HD, w_out_DF, b_in_H, b_out_D = _of(parameters, expert, ctx.per_expert)
-            at = expert * ctx.per_expert
-            d_y_nD = d_sum_TD.index_select(0, token_N[mine])
-            if d_weights_N is not None:
-                torch.sum(d_y_nD * y_nD, dim=-1, dtype=weights_TK.dtype, out=d_weights_N[mine])
-            d_y_nD.mul_(weights_N1[mine])
-            a_nF, d_h_nH = ctx.kind.activate_backward(h_nH, torch.mm(d_y_nD, w_out_DF))
-            if needs_parameter[at]:
-                d_parameters[at] = torch.mm(d_h_nH.t(), x_TD.index_select(0, token_N[mine]))
-            if needs_parameter[at + 1]:
-                d_parameters[at + 1] = torch.mm(d_y_nD.t(), a_nF)
-            if b_in_H is not None and needs_parameter[at + 2]:
-                d_parameters[at + 2] = d_h_nH.sum(0)
-            if b_out_D is not None and needs_parameter[at + 3]:
-                d_parameters[at + 3] = d_y_nD.sum(0)
+        token_N, weights_N1 = _sorted_tokens_and_weights(weights_TK, order_N)
+        d_weights_N = torch.zeros_like(weights_N1[:, 0])
+        d_x_TD = zeros_for_sum(x_TD, weights_TK) if needs_x else None
+        for chunk, h_CH, y_CD in zip(ctx.chunks, kept, kept, strict=True):
+            token_C = token_N[chunk.rows]
+            d_y_CD = d_sum_TD.index_select(0, token_C)
+            if needs_weights:
+                d_weights_N[chunk.rows] = (d_y_CD * y_CD).sum(-1, dtype=d_weights_N.dtype)
+            d_y_CD.mul_(weights_N1[chunk.rows])
+            a_CF, d_h_CH = kind.activate_backward(h_CH, _products(d_y_CD, chunk, w_out))
+            x_CD = x_TD.index_select(0, token_C)
+            for expert, mine in chunk.experts:
+                products = ((d_h_CH, x_CD), (d_y_CD, a_CF), (d_h_CH, None), (d_y_CD, None))  # w_in, w_out, biases
+                for at, (d_CX, in_CX) in zip(range(expert, len(parameters), num_experts), products, strict=False):
+                    if needs_parameters[at]:
+                        d_parameters[at] = d_CX[mine].sum(0) if in_CX is None else d_CX[mine].t() @ in_CX[mine]
             if d_x_TD is not None:
-                d_x_TD.index_add_(0, token_N[mine], torch.mm(d_h_nH, w_in_HD).to(sum_dtype))
-        d_weights_TK = None
-        if d_weights_N is not None:
-            d_weights_TK = torch.empty_like(d_weights_N).index_copy_(0, order_N, d_weights_N).view_as(weights_TK)
-        return None if d_x_TD is None else d_x_TD.to(x_TD.dtype), d_weights_TK, *(None,) * 4, *d_parameters
+                d_x_TD.index_add_(0, token_C, _products(d_h_CH, chunk, w_in).to(d_x_TD.dtype))
+        d_weights_TK = torch.empty_like(d_weights_N).index_copy_(0, order_N, d_weights_N).view_as(weights_TK)
+        return (
+            None if d_x_TD is None else d_x_TD.to(x_TD.dtype),
+            d_weights_TK if needs_weights else None,
+            *(None,) * 4,
+            *d_parameters,
+        )
 
 
-def _of(
-    parameters: Sequence[Tensor], expert: int, per_expert: int
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """W_in, W_out, b_in and b_out of one expert, the biases None where there are none."""
-    w_in_HD, w_out_DF, *biases = parameters[expert * per_expert : (expert + 1) * per_expert]
-    b_in_H, b_out_D = biases or (None, None)
-    return w_in_HD, w_out_DF, b_in_H, b_out_D
+def _by_role(parameters: Sequence[Tensor], num_experts: int) -> tuple[Sequence[Tensor], ...]:
+    """Of all experts the W_in, W_out, b_in and b_out; the last two empty without biases."""
+    roles = [parameters[start : start + num_experts] for start in range(0, 4 * num_experts, num_experts)]
+    return tuple(roles)
+
+
+def _sorted_tokens_and_weights(weights_TK: Tensor, order_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each sorted assignment its token (N,) and its weight (N, 1)."""
+    return order_N // weights_TK.shape[1], weights_TK.reshape(-1, 1).index_select(0, order_N)
+
+
+def zeros_for_sum(x_TD: Tensor, weights_TK: Tensor) -> Tensor:
+    """Where weighted rows are added up: shaped like x, in its dtype or that of the weights, whichever is wider."""
+    return torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, weights_TK.dtype))

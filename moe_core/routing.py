@@ -96,11 +96,20 @@ def count_load(expert_ids: Tensor, num_experts: int) -> Tensor:
 def top_k_by_lowest_id(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k highest scores of each row and their ids, best first; equal scores go to the lowest id.
 
-    `torch.topk` leaves the order of equal values open, and with it which of them is chosen; a stable sort does
-    not, on any device, and gives the same answer again when activations are recomputed.
+    `torch.topk` leaves the order of equal values open, and with it which of them is chosen. Here it ranks pairs of
+    score and id, of which no two are equal: the same on every device, and again when activations are recomputed.
+    Scores hold no NaN.
     """
-    values_TE, ids_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
-    return values_TE[:, :k], ids_TE[:, :k]
+    if scores_TE.dtype != torch.float32:
+        values_TE, ids_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
+        return values_TE[:, :k], ids_TE[:, :k]
+    last = scores_TE.shape[-1] - 1
+    # The bits of a float32 rank as an integer does, once those of negative numbers are turned round; + 0 turns -0 to 0.
+    bits_TE = (scores_TE.detach() + 0.0).view(torch.int32)
+    rank_TE = bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)
+    pair_TE = (rank_TE.long() << 32) | torch.arange(last, -1, -1, device=scores_TE.device)
+    ids_TK = last - (pair_TE.topk(k).values & 0xFFFFFFFF)
+    return scores_TE.gather(-1, ids_TK), ids_TK
 
 
 def rerouted_assignments(routing: Routing) -> int | None:

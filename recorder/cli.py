@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from enum import StrEnum
 from importlib.util import find_spec
@@ -314,6 +315,45 @@ def app(
     command += ["--", *(str(folder) for folder in folders or [])]
     sys.stdout.flush()
     os.execv(sys.executable, command)
+
+
+bench = typer.Typer(help="Time parts of the library on this machine.", rich_markup_mode=None)
+cli.add_typer(bench, name="bench")
+
+
+@bench.command()
+def dispatch(
+    d_model: Annotated[int, typer.Option(help="Model width.")] = 64,
+    d_ff: Annotated[int, typer.Option(help="Width of each expert.")] = 128,
+    num_experts: Annotated[int, typer.Option(help="Experts in the layer.")] = 8,
+    top_k: Annotated[int, typer.Option(help="Experts for each token.")] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens in the batch.")] = 2048,
+    activation: Annotated[str, typer.Option(help="swiglu | gelu | situ-glu | clamped-glu.")] = "swiglu",
+    skew: Annotated[float, typer.Option(help="How unequally popular the experts are; 0 = equally.")] = 0.0,
+    rounds: Annotated[int, typer.Option(help="Rounds, in each of which all take turns.")] = 10,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> None:
+    """Time the dispatchers side by side, forward and backward, and show that they agree."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler, which sees the memory, talks on stderr
+    from .bench import DispatchShape, measure_dispatch, report_rows, set_threads  # torch is loaded here
+
+    set_threads(threads)
+    sizes = {"d_model": d_model, "d_ff": d_ff, "num_experts": num_experts, "top_k": top_k, "num_tokens": tokens}
+    try:
+        shape = DispatchShape(**sizes, activation=activation, skew=skew)  # type: ignore[arg-type]
+        report = measure_dispatch(shape, rounds=rounds)
+    except ValueError as error:
+        message = str(error).replace("num_tokens=", "--tokens ")
+        raise CommandError(re.sub(r"\b(\w+)=", lambda m: "--" + m[1].replace("_", "-") + " ", message)) from None
+    if as_json:
+        _print_json(asdict(report))
+        return
+    load = report.load
+    print(f"{report.threads} threads, float32, forward + backward, medians over {rounds} interleaved rounds")
+    print(f"tokens per expert: {min(load)} to {max(load)}, {load.count(0)} idle of {num_experts}")
+    _print_table(*report_rows(report))
+    print(f"routing is {report.routing_share:.1%} of routing + experts")
 
 
 def _open_run(text: str) -> Any:
