@@ -77,7 +77,8 @@ def sort_assignments(ids_TK: Tensor, num_experts: int) -> SortedAssignments:
 def naive_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """Loop over slots and experts with boolean masks: the reference, easy to check by eye."""
     ids_TK = effective_ids(routing)
-    y_TD = zeros_for_sum(x_TD, routing.weights_TK)
+    # tied to the weights, so that a batch of nothing but padding can be differentiated as any other
+    y_TD = zeros_for_sum(x_TD, routing.weights_TK) + 0 * routing.weights_TK.sum()
     for k in range(routing.top_k):
         for e in range(len(experts)):
             mask_T = ids_TK[:, k] == e
@@ -91,7 +92,8 @@ def naive_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
 def masked_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """Loop over experts: find each one's assignments, run it, add its rows to their tokens."""
     ids_TK = effective_ids(routing)
-    y_TD = zeros_for_sum(x_TD, routing.weights_TK)
+    # tied to the weights, so that a batch of nothing but padding can be differentiated as any other
+    y_TD = zeros_for_sum(x_TD, routing.weights_TK) + 0 * routing.weights_TK.sum()
     for e in range(len(experts)):
         token_N, slot_N = (ids_TK == e).nonzero(as_tuple=True)
         if len(token_N):

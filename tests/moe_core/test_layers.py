@@ -122,3 +122,13 @@ def test_make_balancer_inside_the_model_learns_its_rate():
     model = small(balancer="sign-bias", bias_rate=0.25)
     assert model.layers[1].mlp.balancer.rate == 0.25
     assert type(model.layers[1].mlp.balancer) is type(make_balancer("sign-bias", 4, 1))
+
+
+@pytest.mark.parametrize("dispatcher", ["naive", "masked", "sorted", "grouped"])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_nothing_but_padding_can_be_differentiated(dispatcher, tokens):
+    layer = MoELayer(8, 8, 4, 2, dispatcher=dispatcher)
+    hidden = layer(torch.randn(tokens, 8), token_mask=torch.zeros(tokens, dtype=torch.bool)).hidden
+    hidden.sum().backward()
+    assert hidden.eq(0).all()
+    assert layer.router.weight.grad is None or not layer.router.weight.grad.any()
