@@ -63,6 +63,7 @@ _HELP = {
     "seed": "The same seed and settings give the same run.",
 }
 _LONGEST_SHOWN = 120  # letters of a path in a message
+_LAST = "record_last_values"
 _ADVANCED_FLOATS = ("aux_coef", "z_coef", "bias_rate", "lr")
 _ADVANCED_INTEGERS = ("decisions_every", "batch_size", "seq_len", "d_model")
 
@@ -80,6 +81,7 @@ def render() -> None:
             submitted = st.form_submit_button("Start", type="primary", icon=":material/play_arrow:", key="record_start")
         if not submitted:
             return
+        st.session_state[_LAST] = dict(values)  # the change of page below takes the widgets' own values away
         wrong = problems(values)
         for line in wrong:
             st.error(plain(line))
@@ -191,7 +193,7 @@ def _fields() -> dict[str, Any]:
             with column:
                 values[name] = _integer(name)
     values["seed"] = _integer("seed")
-    values["name"] = st.text_input(LABELS["name"], key="record_name", max_chars=80, placeholder="the balancer's name")
+    values["name"] = st.text_input(LABELS["name"], key="record_name", max_chars=80, placeholder="the run's folder")
     corpus = st.text_area(
         LABELS["corpus"],
         key="record_corpus",
@@ -203,7 +205,7 @@ def _fields() -> dict[str, Any]:
     values["corpus"] = [line.strip() for line in corpus.splitlines() if line.strip()]
     with st.expander("Advanced", key="record_advanced"):
         for name in _ADVANCED_FLOATS:
-            st.session_state.setdefault(f"record_{name}", getattr(DEFAULTS, name))
+            _fill(name)
             values[name] = st.number_input(LABELS[name], min_value=0.0, value=None, format="%g", key=f"record_{name}")
         for name in _ADVANCED_INTEGERS:
             values[name] = _integer(name)
@@ -213,8 +215,14 @@ def _fields() -> dict[str, Any]:
 def _integer(name: str) -> int | None:
     least, most = _INTEGERS[name]
     # Filled through the session: given as `value`, the default would come back, unseen, in a field that was emptied.
-    st.session_state.setdefault(f"record_{name}", getattr(DEFAULTS, name))
+    _fill(name)
     return st.number_input(LABELS[name], least, most, None, step=1, key=f"record_{name}", help=_HELP.get(name))
+
+
+def _fill(name: str) -> None:
+    """Put the value last started with, else the default, into a field that Streamlit has emptied or never drawn."""
+    last = st.session_state.get(_LAST, {})
+    st.session_state.setdefault(f"record_{name}", last.get(name, getattr(DEFAULTS, name)))
 
 
 def _in_words(message: str) -> str:

@@ -141,7 +141,7 @@ def record(
         list[Path] | None, typer.Option(help="Your own text: a file or folder, one domain each. Repeatable.")
     ] = None,
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = DEFAULTS.vocab_size,
-    name: Annotated[str, typer.Option(help="Shown in the dashboard; the balancer's name by default.")] = "",
+    name: Annotated[str, typer.Option(help="Shown in the dashboard; the run's folder by default.")] = "",
     run_id: Annotated[
         str, typer.Option(help="Folder of the run under --out; made from name and time by default.")
     ] = "",
@@ -245,7 +245,8 @@ def runs(
     from .summary import run_row
 
     if not folder.is_dir():
-        raise CommandError(f"{folder} is not a folder; record a run with: routescope record")
+        samples = "; the samples: routescope runs sample_runs" if Path("sample_runs").is_dir() else ""
+        raise CommandError(f"{folder} is not a folder; record a run with: routescope record{samples}")
     rows: list[dict[str, Any]] = []
     for info in list_runs(folder):
         if info.status == "unreadable":

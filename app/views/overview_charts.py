@@ -131,7 +131,7 @@ def losses(run: Run) -> None:
     figure = metric_curves(
         curves,
         title=_loss_title(curves),
-        y_title="loss (nats per token)",
+        y_title="loss (nats per token)" if "cross-entropy" in columns else "loss",
         theme=charts.theme(),
         max_points=_CURVE_POINTS // len(curves),
         panel_height=230,

@@ -117,6 +117,8 @@ def test_a_run_is_recorded_from_the_sidebar_and_opens_when_done(page, dashboard)
     expect(page.get_by_text(re.compile(r"step \d+ of 40")).first).to_be_visible()
     page.wait_for_url(re.compile("/overview"), timeout=RECORDING_MS)
     dashboard.settle(page)
+    # the form keeps what was started with, rather than starting something else the next time
+    expect(page.locator(".st-key-record_steps input").first).to_have_value("40")
     manifest = manifest_of(dashboard, "From the sidebar")
     assert (manifest["status"], manifest["last_step"]) == ("finished", 39)
     assert parameters(page)["run"] == manifest["run_id"]
