@@ -176,7 +176,8 @@ def _record(config: ToyConfig, run_path: Path) -> None:
     stop: list[int] = []
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)  # not every system has all of them
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP on purpose
+        ignored = name == "SIGHUP" and number is not None and signal.getsignal(number) == signal.SIG_IGN
+        if number is not None and not ignored:  # nohup ignores SIGHUP on purpose
             signal.signal(number, lambda received, _frame: stop.append(received))
 
     import torch  # loaded here, for this command alone

@@ -317,7 +317,12 @@ def test_no_memory_is_one_line(tmp_path):
 
 def test_a_closed_terminal_closes_the_run(tmp_path):
     arguments = command("record", *SMALL, "--steps", "100000", "--out", tmp_path, "--run-id", "run")
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        arguments,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the suite itself may run under nohup
+    )
     deadline = time.monotonic() + 60
     while not list((tmp_path / "run" / "steps").glob("part-*")) and time.monotonic() < deadline:
         time.sleep(0.05)
