@@ -17,7 +17,7 @@ from app.words import listed, value
 from moe_core import metrics
 from recorder.reader import Run
 
-WINDOW = 50
+WINDOW = metrics.WINDOW
 _NO_SHAPE = (None, None)
 _PHRASES = {
     "none": "without a balancer",

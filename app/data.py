@@ -30,7 +30,7 @@ from recorder.summary import run_row, summarise
 T = TypeVar("T")
 
 SPARK_POINTS = 60
-ROW_WINDOW = 50  # recorded steps that a line of the table of runs is about, as in `recorder.summary.run_row`
+ROW_WINDOW = metrics.WINDOW  # recorded steps that a line of the table of runs is about, as in `run_row`
 _STALE_CHECK_S = 5.0  # how old the status of a run that says "running" may be in a listing
 
 
@@ -130,7 +130,7 @@ def phases(run: Run) -> list[str]:
     return [phase for phase in order if phase in found] + sorted(found - set(order))
 
 
-def summary(run: Run, window: int = 50) -> dict[str, Any]:
+def summary(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
     """`recorder.summary.summarise(run, window)`. Cached."""
     return _frame(*_key(run), "summary", (window,), lambda: summarise(run, window))
 

@@ -3,7 +3,6 @@
 import re
 import sys
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import streamlit as st
 
 from app import data, folders, jobs, navigation
 from app.text import plain
+from recorder import run_ids
 from recorder.training.config import ROUTERS, ToyConfig
 
 DEFAULTS = ToyConfig()
@@ -143,13 +143,10 @@ def command(values: Mapping[str, Any], *, run_id: str, out: Path) -> list[str]:
 
 def new_run_id(values: Mapping[str, Any], out: Path) -> str:
     """A run id free in `out`, from the name (or else the balancer) and the time."""
-    slug = re.sub(r"[^a-z0-9]+", "-", (values["name"] or values["balancer"]).lower()).strip("-")[:40] or "run"
-    first = f"{slug}-{datetime.now():%Y%m%d-%H%M%S}"
-    taken = {job.run_id for job in jobs.jobs(out)}
-    run_id, number = first, 2
-    while run_id in taken or (out / run_id).exists():
-        run_id, number = f"{first}-{number}", number + 1
-    return run_id
+    recordings = {job.run_id for job in jobs.jobs(out)}
+    return run_ids.new_run_id(
+        values["name"] or values["balancer"], lambda taken: taken in recordings or (out / taken).exists()
+    )
 
 
 def _at_home(text: str) -> Path:

@@ -22,6 +22,8 @@ import numpy as np
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
+from moe_core.metrics import WINDOW
+
 T = TypeVar("T")
 
 NAMES = ("run", "runs", "layer", "step", "sequence", "expert", "phase", "window")
@@ -244,7 +246,7 @@ def pick_phase(phases: Sequence[str], *, label: str = "Phase") -> str:
     return pick_option("phase", label, list(phases))
 
 
-def pick_window(*, default: int = 50, label: str = "Window (steps)") -> int:
+def pick_window(*, default: int = WINDOW, label: str = "Window (steps)") -> int:
     """Draw the choice of how many trailing steps to sum, and return it."""
     return pick_option("window", label, sorted({1, 10, 50, 200, default}), default=default)
 

@@ -20,6 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 
 FloatArray = NDArray[np.float64]
 
+WINDOW = 50
+"""Recorded steps that loads are summed over where nobody says otherwise."""
+
 IDLE_SHARE = 0.1
 """An expert below this part of the uniform share is idle."""
 
@@ -238,7 +241,7 @@ def idle_experts(load: ArrayLike) -> FloatArray:
     return _count_where_tokens(idle_mask(load), load)
 
 
-def window_load(loads: ArrayLike, window: int = 50) -> NDArray:
+def window_load(loads: ArrayLike, window: int = WINDOW) -> NDArray:
     """Loads of the last `window` recorded steps, summed.
 
     Args:

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
 from enum import StrEnum
 from importlib.util import find_spec
 from itertools import pairwise
@@ -21,6 +20,7 @@ from typer.exceptions import TyperException
 
 from moe_core.recipe_catalog import RECIPES
 
+from .run_ids import new_run_id
 from .training.config import BALANCERS, DISPATCHERS, ROUTERS, TASKS, ToyConfig
 
 DONE, FAILED, WRONG_ARGUMENTS, CANCELLED = 0, 1, 2, 130
@@ -222,12 +222,7 @@ def _new_run_path(out: Path, run_id: str, label: str) -> Path:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", run_id):
             raise CommandError(f"--run-id {run_id!r} is not a plain folder name of letters, digits and . _ = + -")
         return out / run_id
-    slug = re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:40] or "run"
-    first = out / f"{slug}-{datetime.now():%Y%m%d-%H%M%S}"
-    path, n = first, 2
-    while path.exists():
-        path, n = first.with_name(f"{first.name}-{n}"), n + 1
-    return path
+    return out / new_run_id(label, lambda taken: (out / taken).exists())
 
 
 def _as_options(message: str) -> str:
@@ -273,7 +268,9 @@ def runs(
 @cli.command()
 def summary(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path, or its id in runs/ or sample_runs/.")],
-    window: Annotated[int, typer.Option(min=1, help="Over how many of the last recorded steps.")] = 50,
+    window: Annotated[
+        int, typer.Option(min=1, help="Over how many of the last recorded steps.")
+    ] = 50,  # metrics.WINDOW, which would load numpy for every command
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
 ) -> None:
     """Final losses and per-layer metrics of a run."""

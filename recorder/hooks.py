@@ -117,7 +117,6 @@ class RoutingRecorder:
         )
         self._domains = tuple(domains)
         self._open: _Step | None = None
-        self._recorded: set[tuple[int, str]] = set()
         layers = [layer for _, _, layer in find_moe_layers(model)]
         self._coefficients = [layer.balancer.coefficients for layer in layers]
         self._handles: list[RemovableHandle] = [
@@ -160,8 +159,7 @@ class RoutingRecorder:
         train phase, always elsewhere. Nothing is written when the block raises.
         Raises ValueError where shapes do not match what the model saw, RuntimeError for nested contexts.
         """
-        if (step, phase) in self._recorded:
-            raise ValueError(f"step {step} of phase {phase!r} is recorded already; number steps through the whole run")
+        self.writer.check_new_step(step, phase)
         if self._open is not None:
             raise RuntimeError(f"step {step} was opened inside step {self._open.step}; one context at a time")
         if decisions is None:
@@ -172,7 +170,6 @@ class RoutingRecorder:
         finally:
             self._open = None
         self._write(current, token_ids, attention_mask, domains, text)
-        self._recorded.add((step, phase))
 
     def log(self, **scalars: Any) -> None:
         """Numbers of the open step: loss, ce_loss, aux_loss, z_loss, grad_norm, learning_rate, wall_time_s.
@@ -190,23 +187,22 @@ class RoutingRecorder:
 
     def close(self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None) -> None:
         """Write what is left, set the run's status and take the hooks off the model. May be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._detach()
         self.writer.finalize(status, error)
 
     def __enter__(self) -> RoutingRecorder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-        elif isinstance(error, KeyboardInterrupt | SystemExit):
-            self.close("cancelled")
-        else:
-            self.close("failed", f"{type(error).__name__}: {error}")
+        self._detach()
+        self.writer.__exit__(kind, error, trace)
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _write(self, current: _Step, token_ids: Any, attention_mask: Any, domains: Any, text: Any) -> None:
         step, phase = current.step, current.phase

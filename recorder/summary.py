@@ -15,7 +15,7 @@ from recorder.schema import lists_to_matrix
 _LOSSES = ("loss", "ce_loss", "aux_loss", "z_loss")
 
 
-def summarise(run: Run, window: int = 50) -> dict[str, Any]:
+def summarise(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
     """Losses and per-layer metrics over the last `window` recorded steps of phase train.
 
     Means of per-step values, steps where a metric is undefined left out; but max_violation_window, dead_experts and
@@ -50,7 +50,7 @@ def summarise(run: Run, window: int = 50) -> dict[str, Any]:
     }
 
 
-def run_row(run: Run, window: int = 50) -> dict[str, Any]:
+def run_row(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
     """One run in a list of runs: {run_id, name, path, status, balancer, num_experts, top_k, last_step, loss,
     max_violation, dead_experts, idle_experts}.
 

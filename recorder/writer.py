@@ -151,8 +151,7 @@ class RunWriter:
             "learning_rate": learning_rate,
         }
         row = buffers.key(step, phase) | {"tokens": int(tokens)}
-        if (step, phase) in self._logged:
-            raise ValueError(f"step {step} of phase {phase!r} is recorded already; number steps through the whole run")
+        self.check_new_step(step, phase)
         self._logged.add((step, phase))
         row |= {name: None if value is None else float(value) for name, value in scalars.items()}
         self._add("steps", step, row, 1)
@@ -160,6 +159,11 @@ class RunWriter:
         by_steps = self._flush_steps is not None and self._steps_since_flush >= self._flush_steps
         if by_steps or time.monotonic() - self._flushed_at >= self._flush_seconds:
             self.flush()
+
+    def check_new_step(self, step: int, phase: str) -> None:
+        """Raise ValueError where `log_step` has had this step of this phase in this segment."""
+        if (step, phase) in self._logged:
+            raise ValueError(f"step {step} of phase {phase!r} is recorded already; number steps through the whole run")
 
     def log_layer_stats(
         self,
@@ -383,7 +387,7 @@ class RunWriter:
             self.finalize("finished")
             return
         try:
-            if isinstance(error, KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt | SystemExit):
                 self.finalize("cancelled")
             else:
                 first_line = next(iter(str(error).splitlines()), "")

@@ -18,6 +18,7 @@ from app.figures.labels import number
 from app.figures.pooling import step_columns
 from app.figures.theme import OKABE_ITO, Theme, categorical_colour, figure_layout, mix, palette
 from moe_core.metrics import (
+    WINDOW,
     dead_experts,
     idle_experts,
     max_violation,
@@ -25,7 +26,6 @@ from moe_core.metrics import (
     rolling_window_load,
 )
 
-WINDOW = 50
 MAX_SHARE_POINTS = 10_000
 MAX_SHARE_COLUMNS = 200
 MAX_BANDS = 64

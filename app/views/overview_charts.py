@@ -22,7 +22,7 @@ from recorder.reader import Run
 NO_EXPERT = "no expert"
 _CURVE_POINTS = 10_000  # of all curves of a chart
 _LARGE_PANELS = 4  # more layers, and their small charts are lower
-LOSS_WINDOW = 50
+LOSS_WINDOW = metrics.WINDOW
 _LOSSES = (  # (name, phase, column)
     ("training loss", "train", "loss"),
     ("cross-entropy", "train", "ce_loss"),
