@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
+import sys
 import time
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler talks on stderr; read when torch is loaded
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks on stderr; read when torch is loaded
 
 import torch
 import transformers
@@ -41,7 +43,7 @@ def transformers_experts(implementation: str, bank: ExpertBank) -> Peer:
     config._experts_implementation = implementation
     experts = MixtralExperts(config)
     with torch.no_grad():
-        for e, (w_in, w_out) in enumerate(bank.weights()):
+        for e, (w_in, w_out) in enumerate(zip(*bank.weights_by_role(), strict=True)):
             experts.gate_up_proj[e] = w_in
             experts.down_proj[e] = w_out
     return experts, list(experts.parameters())
@@ -76,22 +78,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quiet-below", type=float, default=None, help="wait for a load average below this first")
     given = parser.parse_args()
+    if len(given.shapes) > 1:  # each in a process of its own: what an allocator holds changes the next one's times
+        for place in given.shapes:
+            subprocess.run([sys.executable, __file__, *sys.argv[1:], "--shapes", place], check=True)
+        return
     torch.set_num_threads(given.threads)
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, {given.threads} threads, float32")
-    for place in map(int, given.shapes):
-        if given.quiet_below is not None:
-            wait_until_quiet(given.quiet_below)
-        shape = SHAPES[place]
-        peers = {name: lambda bank, name=name: transformers_experts(name.split()[1], bank) for name in PEERS}
-        report = measure_dispatch(shape, names=("auto", "masked", "grouped"), peers=peers, rounds=given.rounds)
-        print(
-            f"\nwidth {shape.d_model}, expert width {shape.d_ff}, {shape.num_experts} experts, top {shape.top_k}, "
-            f"{shape.num_tokens} tokens; load average {os.getloadavg()[0]:.1f}"
-        )
-        columns, rows = report_rows(report)
-        for row in [columns, *rows]:
-            print("  " + "  ".join(f"{cell if cell is not None else '-'!s:>24}" for cell in row).lstrip())
-        print("\n".join(verdicts(report, MOST_OF_DENSE[place])))
+    place = int(given.shapes)
+    if given.quiet_below is not None:
+        wait_until_quiet(given.quiet_below)
+    shape = SHAPES[place]
+    peers = {name: lambda bank, name=name: transformers_experts(name.split()[1], bank) for name in PEERS}
+    report = measure_dispatch(shape, names=("auto", "masked", "grouped"), peers=peers, rounds=given.rounds)
+    print(
+        f"\nwidth {shape.d_model}, expert width {shape.d_ff}, {shape.num_experts} experts, top {shape.top_k}, "
+        f"{shape.num_tokens} tokens; load average {os.getloadavg()[0]:.1f}"
+    )
+    columns, rows = report_rows(report)
+    for row in [columns, *rows]:
+        print("  " + "  ".join(f"{cell if cell is not None else '-'!s:>24}" for cell in row).lstrip())
+    print("\n".join(verdicts(report, MOST_OF_DENSE[place])))
 
 
 if __name__ == "__main__":

@@ -69,8 +69,9 @@ class SortedAssignments:
 def sort_assignments(ids_TK: Tensor, num_experts: int) -> SortedAssignments:
     """Sort by expert: ids [[2, 0], [0, 2], [2, 1]] give order [1, 2, 5, 0, 3, 4] and load [2, 1, 3]."""
     ids_N = ids_TK.reshape(-1)
-    last_N = torch.where(ids_N == NO_CHOICE, num_experts, ids_N)
-    return SortedAssignments(torch.argsort(last_N, stable=True), count_load(ids_N, num_experts))
+    last_N = ids_N.masked_fill(ids_N == NO_CHOICE, num_experts)
+    load_E = torch.bincount(last_N, minlength=num_experts + 1)[:num_experts]
+    return SortedAssignments(torch.argsort(last_N, stable=True), load_E)
 
 
 @torch.compiler.disable
@@ -139,9 +140,9 @@ def grouped_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor
 def auto_dispatch(x_TD: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """The fastest: sorted on CPU, grouped elsewhere.
 
-    Measured on CPU over widths 64 to 512, 8 to 128 experts and 1 to 4096 tokens (`benchmarks/dispatch.py`): sorted
-    always came first or within the noise of it. On GPU one launch for all experts, without waiting for their loads,
-    is what grouped_mm is made for.
+    Measured on CPU, forward and backward, over widths 64 to 512, 8 to 128 experts and 1 to 4096 tokens: sorted came
+    first everywhere or within a fifth of a millisecond of the first (`benchmarks/dispatch.py`, `routescope bench
+    dispatch`). Elsewhere the loop over experts would be one small launch after another, which grouped_mm avoids.
     """
     return (sorted_dispatch if x_TD.device.type == "cpu" else grouped_dispatch)(x_TD, routing, experts)
 

@@ -99,7 +99,7 @@ class SwiGLUExpert(FeedForward):
     @classmethod
     def activate(cls, h_NH: Tensor) -> Tensor:
         gate_NF, up_NF = h_NH.chunk(2, dim=-1)
-        return F_.silu(gate_NF) * up_NF
+        return F_.silu(gate_NF).mul_(up_NF)  # in place: no second (N, F) where no gradient is tracked
 
     @classmethod
     def activate_backward(cls, h_NH: Tensor, da_NF: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,9 +202,11 @@ class ExpertBank(nn.ModuleList):
         super().__init__(make_expert(d_model, d_ff, activation, bias=bias, dropout=dropout) for _ in range(num_experts))
         self.zero_idle_gradients = zero_idle_gradients
 
-    def weights(self) -> list[tuple[Tensor, ...]]:
-        """Each expert's `FeedForward.weights`; only for a bank with a `kind`."""
-        return [cast(FeedForward, expert).weights() for expert in self]
+    def weights_by_role(self) -> list[list[Tensor]]:
+        """All experts' W_in, all their W_out and, with biases, b_in and b_out; only for a bank with a `kind`."""
+        experts = self._modules.values()
+        names = cast(FeedForward, self[0]).form[-1]
+        return [[cast(Tensor, expert._parameters[name]) for expert in experts if expert] for name in names]
 
     @property
     def kind(self) -> type[FeedForward] | None:

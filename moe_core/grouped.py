@@ -31,7 +31,7 @@ def can_group(x_TD: Tensor, num_assignments: int, experts: ExpertBank) -> bool:
         and num_assignments > 0
         and kind is not None
         and dtype in allowed
-        and all(width * dtype.itemsize % ALIGNMENT == 0 for width in experts.weights()[0][1].shape)
+        and all(width * dtype.itemsize % ALIGNMENT == 0 for width in experts.weights_by_role()[1][0].shape)
         and not (on_gpu and torch.cuda.get_device_capability(x_TD.device) < (8, 0))
     )
 
@@ -46,7 +46,7 @@ def grouped_experts(x_sorted_ND: Tensor, load_E: Tensor, unrouted_N1: Tensor, ex
     assert kind is not None  # see can_group
     ends_E = load_E.cumsum(0).to(torch.int32)  # grouped_mm takes no int64
     may_stay_none = None if experts.zero_idle_gradients else load_E
-    stacked = [_Stack.apply(may_stay_none, *same).to(dtype) for same in zip(*experts.weights(), strict=True)]
+    stacked = [_Stack.apply(may_stay_none, *role).to(dtype) for role in experts.weights_by_role()]
     w_in_EHD, w_out_EDF, *biases = stacked
 
     h_NH = nn.functional.grouped_mm(x_sorted_ND.to(dtype), w_in_EHD.transpose(-2, -1), offs=ends_E)

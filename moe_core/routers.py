@@ -194,9 +194,10 @@ class TopKRouter(Router):
         token_mask = None if token_mask is None else token_mask.bool()
 
         impossible_TE = logits_TE == -math.inf  # an expert that this token must not take
-        bad_TE = logits_TE.isnan() | (logits_TE == math.inf)
-        invalid_T = bad_TE.any(-1) | ((~impossible_TE).sum(-1) < self.top_k)
-        clean_TE = torch.where(invalid_T[:, None], 0, logits_TE)
+        # A row with NaN, +inf or nothing but -inf. Few passes over (T, E): a small layer spends more on launching
+        # them than on the arithmetic; amax hands NaN on.
+        invalid_T = ~(logits_TE.detach().amax(-1).abs() < math.inf)
+        clean_TE = logits_TE.masked_fill(invalid_T[:, None], 0)
         clean_scores_TE = self._scores(clean_TE)
         noisy = self.noise_std > 0 and self.training
         gate_logits_TE = clean_TE + self.noise_std * torch.randn_like(clean_TE) if noisy else clean_TE
@@ -213,18 +214,17 @@ class TopKRouter(Router):
             corrected_TE = self._in_best_groups(corrected_TE, biased)
             # what the same rule would have ranked with a bias of zero
             selection_TE = self._in_best_groups(selection_TE, biased) if biased else corrected_TE
-            stuck_T = (corrected_TE != -math.inf).sum(-1) < self.top_k
-            invalid_T = invalid_T | stuck_T
-            gate_logits_TE = torch.where(stuck_T[:, None], 0, gate_logits_TE)
         num_ranked = min(self.top_k + 1, self.num_experts)
         ranked_TR, ranked_ids_TR = top_k_by_lowest_id(corrected_TE, num_ranked)
         expert_ids_TK = ranked_ids_TR[:, : self.top_k]
+        stuck_T = ranked_TR[:, self.top_k - 1] == -math.inf  # fewer than top_k to choose from, in the chosen groups
+        invalid_T = invalid_T | stuck_T
         # under group limits the next best is the next best of the chosen groups only: no threshold of the layer
         has_threshold = num_ranked > self.top_k and self.top_groups == self.num_groups
         threshold_T = ranked_TR[:, self.top_k] if has_threshold else None
 
         if self.softmax_after_top_k:
-            chosen_TK = gate_logits_TE.gather(-1, expert_ids_TK)
+            chosen_TK = gate_logits_TE.gather(-1, expert_ids_TK).masked_fill(stuck_T[:, None], 0)
             if self.bias_in_weights and expert_bias is not None:
                 chosen_TK = chosen_TK + expert_bias[expert_ids_TK]
             weights_TK = chosen_TK.softmax(-1)
@@ -233,14 +233,15 @@ class TopKRouter(Router):
             if self.renormalize:
                 # the smallest normal number keeps 0 / 0 apart from a real share
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        weights_TK = weights_TK * self.routed_scaling_factor
+        if self.routed_scaling_factor != 1:
+            weights_TK = weights_TK * self.routed_scaling_factor
 
         unrouted_T1 = invalid_T[:, None] if token_mask is None else (invalid_T | ~token_mask)[:, None]
         return Routing(
             logits_TE=logits_TE,
-            scores_TE=torch.where(invalid_T[:, None], 0, clean_scores_TE),
+            scores_TE=clean_scores_TE.masked_fill(invalid_T[:, None], 0),
             expert_ids_TK=expert_ids_TK.masked_fill(unrouted_T1, NO_CHOICE),
-            weights_TK=torch.where(unrouted_T1, 0, weights_TK),
+            weights_TK=weights_TK.masked_fill(unrouted_T1, 0),
             token_mask_T=token_mask,
             invalid_T=invalid_T,
             threshold_T=threshold_T,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FEW = 16  # scores a row, up to which one sort is quicker than making pairs of them
 NO_CHOICE = -1  # the id of a slot without an expert: padding, an invalid row, an unused slot
 
 
@@ -98,9 +99,9 @@ def top_k_by_lowest_id(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     `torch.topk` leaves the order of equal values open, and with it which of them is chosen. Here it ranks pairs of
     score and id, of which no two are equal: the same on every device, and again when activations are recomputed.
-    Scores hold no NaN.
+    Few scores are sorted, stably, which comes to the same. Scores hold no NaN.
     """
-    if scores_TE.dtype != torch.float32:
+    if scores_TE.shape[-1] <= FEW or scores_TE.dtype != torch.float32:
         values_TE, ids_TE = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
         return values_TE[:, :k], ids_TE[:, :k]
     last = scores_TE.shape[-1] - 1

@@ -19,10 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from moe_core.dispatchers import DISPATCHER_NAMES, make_dispatcher, sort_assignments
 from moe_core.experts import Activation, ExpertBank
+from moe_core.layers import MoELayer
 from moe_core.routers import TopKRouter, check_choice
 from moe_core.routing import Routing
 
-DENSE, ROUTING = "dense", "routing"
+BASES = DENSE, ROUTING, LAYER = "dense", "routing", "layer"
 SLOW, SLOW_ROUNDS = 10, 2  # a candidate this many times slower than the fastest is timed so often only
 
 
@@ -68,7 +69,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchReport:
-    """The timings, one per candidate, and what they were taken on. routing_share: routing / (routing + auto)."""
+    """The timings, one per candidate, and what they were taken on. routing_share: routing / layer."""
 
     shape: DispatchShape
     threads: int
@@ -92,10 +93,11 @@ def measure_dispatch(
 ) -> DispatchReport:
     """Forward and backward of each dispatcher, peer, of the routing, and of a dense product of the experts' FLOPs.
 
-    All take turns within a round, so that whatever else the machine does falls on all alike. names: dispatchers;
-    peers: name -> a function that makes the peer from our bank, with its weights. The dense product is
-    (N, D) @ (D, 3F), or 2F without a gate; it is what the experts would cost if all were one. The routing goes from
-    logits to sorted assignments and weights. In float32, with torch's current number of threads.
+    All take turns within a round, each round starting with another, so that neither what else the machine does nor
+    what ran just before favours one. names: dispatchers; peers: name -> a function that makes the peer from our bank,
+    with its weights. The dense product is (N, D) @ (D, 3F), or 2F without a gate: what the experts would cost if all
+    were one. The routing goes from logits to sorted assignments and weights; the layer is a whole MoELayer with the
+    default dispatcher. In float32, with torch's current number of threads.
 
     Raises ValueError for unknown names or rounds below 1.
     """
@@ -104,7 +106,7 @@ def measure_dispatch(
     for name in names:
         check_choice("dispatcher", name, DISPATCHER_NAMES)
     case = _Case(shape, seed)
-    candidates = {DENSE: case.dense, ROUTING: case.route}
+    candidates = {DENSE: case.dense, ROUTING: case.route, LAYER: case.layer}
     candidates |= {name: case.with_dispatcher(name) for name in names}
     made = {name: make(case.bank) for name, make in (peers or {}).items()}
     candidates |= {name: case.with_peer(peer) for name, peer in made.items()}
@@ -116,13 +118,14 @@ def measure_dispatch(
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     turns = list(candidates)
     for done in range(1, rounds + 1):
-        for name in turns:
+        first = done % len(turns)
+        for name in turns[first:] + turns[:first]:
             start = time.perf_counter()
             candidates[name]()
             seconds[name].append(time.perf_counter() - start)
         if done >= SLOW_ROUNDS:
-            fastest = min(min(taken) for name, taken in seconds.items() if name not in (DENSE, ROUTING))
-            turns = [name for name in turns if min(seconds[name]) < SLOW * fastest]
+            fastest = min(min(taken) for name, taken in seconds.items() if name not in BASES)
+            turns = [name for name in turns if name in BASES or min(seconds[name]) < SLOW * fastest]
     timings = [
         Timing(
             name=name,
@@ -134,8 +137,7 @@ def measure_dispatch(
         )
         for name, taken in seconds.items()
     ]
-    layer = seconds["auto" if "auto" in names else names[0]]
-    shares = [routing / (routing + experts) for routing, experts in zip(seconds[ROUTING], layer, strict=False)]
+    shares = [routing / layer for routing, layer in zip(seconds[ROUTING], seconds[LAYER], strict=True)]
     return DispatchReport(
         shape=shape,
         threads=torch.get_num_threads(),
@@ -172,6 +174,7 @@ class _Case:
         self.logits_TE = (torch.randn(T, E) + shape.skew * torch.randn(E)).requires_grad_()
         with torch.no_grad():
             self.routing: Routing = self.router.route_logits(self.logits_TE)
+        self.moe_layer = MoELayer(D, F, E, shape.top_k, router=self.router, experts=self.bank)
         self.x_TD = torch.randn(T, D, requires_grad=True)
         self.weights_TK = self.routing.weights_TK.requires_grad_()
         self.d_y_TD = torch.randn(T, D)
@@ -195,6 +198,10 @@ class _Case:
         routing = self.router.route_logits(self.logits_TE)
         sort_assignments(routing.expert_ids_TK, routing.num_experts)
         return self._backward(routing.weights_TK, self.d_weights_TK, [self.logits_TE])
+
+    def layer(self) -> list[Tensor | None]:
+        inputs = [self.x_TD, *self.moe_layer.parameters()]
+        return self._backward(self.moe_layer(self.x_TD).hidden, self.d_y_TD, inputs)
 
     def with_dispatcher(self, name: str) -> Callable[[], list[Tensor | None]]:
         dispatch = make_dispatcher(name)

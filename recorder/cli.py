@@ -334,7 +334,7 @@ def dispatch(
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
 ) -> None:
     """Time the dispatchers side by side, forward and backward, and show that they agree."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler, which sees the memory, talks on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which sees the memory, talks on stderr
     from .bench import DispatchShape, measure_dispatch, report_rows, set_threads  # torch is loaded here
 
     set_threads(threads)
@@ -352,7 +352,7 @@ def dispatch(
     print(f"{report.threads} threads, float32, forward + backward, medians over {rounds} interleaved rounds")
     print(f"tokens per expert: {min(load)} to {max(load)}, {load.count(0)} idle of {num_experts}")
     _print_table(*report_rows(report))
-    print(f"routing is {report.routing_share:.1%} of routing + experts")
+    print(f"routing is {report.routing_share:.1%} of the layer")
 
 
 def _open_run(text: str) -> Any:
