@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .routing import NO_CHOICE, Routing, top_k_by_lowest_id
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+NARROW = 8  # experts, up to which a softmax over columns is quicker than one over rows
 
 
 def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -100,7 +101,11 @@ class Router(nn.Module):
             raise ValueError(f"expert_bias has shape {tuple(expert_bias.shape)}, but there are {E} experts: ({E},)")
 
     def _scores(self, logits_TE: Tensor) -> Tensor:
-        return logits_TE.softmax(-1) if self.score_function == "softmax" else logits_TE.sigmoid()
+        if self.score_function == "sigmoid":
+            return logits_TE.sigmoid()
+        if self.num_experts <= NARROW:
+            return logits_TE.t().softmax(0).t()  # across tokens: rows this short leave torch's vector loop empty
+        return logits_TE.softmax(-1)
 
     def extra_repr(self) -> str:
         return (
