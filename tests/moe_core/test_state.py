@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import shutil
 
 import pytest
 import torch
@@ -172,13 +173,25 @@ def test_a_skipped_optimizer_step_leaves_the_sign_bias_and_keeps_counting():
     assert layer.balancer.expert_bias.eq(0).all()
 
 
-@pytest.mark.parametrize("kind", ["sign-bias+sequence-aux", "quantile", "global-aux+z"])
-def test_torch_compile_leaves_state_and_gradients_as_they_are(kind):
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor wants a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("sign-bias+sequence-aux", "eager"),
+        ("quantile", "eager"),
+        ("global-aux+z", "eager"),
+        pytest.param("quantile+global-aux", "inductor", marks=needs_compiler),
+    ],
+)
+def test_torch_compile_leaves_state_and_gradients_as_they_are(kind, backend):
     """The decisions are compiled; where a balancer's memory is asked, the graph breaks and runs as it is."""
     torch.manual_seed(0)
     plain = MoELayer(D, 8, E, K, balancer=make_balancer(kind, E, K))
     twin = copy.deepcopy(plain)
-    compiled = torch.compile(twin, backend="eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, backend=backend)
     for n in range(5):
         x = torch.randn(2, 10, D)
         for run in (plain, compiled):
