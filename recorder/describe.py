@@ -2,123 +2,109 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from moe_core.experts import FeedForward
-from moe_core.layers import MoELayer
 
-_INDEXED = re.compile(r"^(?P<container>.*?)(?:^|\.)?(?P<index>\d+)(?:\.(?P<inside>.*))?$")
+from .adapters import RouterSite, find_routers
+from .layer_places import join, modules_by_name, numbered_children
+
+_TOLD_BY_ADAPTERS = (
+    *("num_experts", "top_k", "num_shared_experts", "latent_size"),
+    *("score_function", "balancer", "expert_d_ff", "activation"),
+)
 
 
-def describe_model(model: nn.Module) -> dict[str, Any]:
+def describe_model(model: nn.Module, sites: Sequence[RouterSite] | None = None) -> dict[str, Any]:
     """The manifest's `model` entry: name, parameter counts and `layers`, in the order of the whole model.
 
-    Dense layers are the siblings of MoE layers in the same numbered container, found at the same place inside.
-    Raises ValueError where the model holds no MoELayer.
+    sites: its routers, where the caller has found them already. An MoE layer is named after the module that is
+    hooked; dense layers are the others of the same containers. Of a layer with several routers, the first entry's
+    block counts leave out what the others hold, so that they add up. Counts are of the parameters that this process
+    holds. Raises ValueError as `find_routers` does.
     """
-    found = find_moe_layers(model)
-    if not found:
-        raise ValueError(f"{type(model).__name__} holds no MoELayer: there is no routing to record")
-    by_index = {index: (module_name, layer) for index, module_name, layer in found}
+    modules = modules_by_name(model)
+    sites = find_routers(model) if sites is None else sites
     layers = []
-    router = 0
-    for index, name, module, block in _layers_in_order(model, found):
-        if index in by_index:
-            layers.append(_describe_moe(index, name, by_index[index][1], block, router))
-            router += 1
+    for index, layer_name, of_layer, beside in _layers_in_order(modules, sites):
+        block = modules[layer_name]
+        if of_layer:
+            layers += _describe_moe_layer(model, modules, index, block, of_layer)
         else:
-            layers.append(_describe_dense(index, name, module, block))
-    total = sum(p.numel() for p in model.parameters())
-    config = getattr(model, "config", None)
+            name = join(layer_name, beside)
+            layers.append(_describe_dense(index, name if name in modules else layer_name, modules.get(name), block))
+    total = _count(model)
+    idle = sum(layer["parameters_total"] - layer["parameters_active"] for layer in layers)
     return {
-        "name": type(model).__name__,
+        "name": type(modules[""]).__name__,
         "parameters_total": total,
-        "parameters_active": total - sum(_idle_parameters(layer) for _, _, layer in found),
-        "d_model": found[0][2].d_model,
-        "vocab_size": getattr(config, "vocab_size", None),
+        "parameters_active": total - idle,
+        "d_model": _d_model(modules[""], sites),
+        "vocab_size": _of_config(modules[""], "vocab_size"),
         "layers": layers,
     }
 
 
-def find_moe_layers(model: nn.Module) -> list[tuple[int, str, MoELayer]]:
-    """(layer index in the whole model, module name, layer), by index.
-
-    The index is the number in the module's name (`layers.3.mlp` is layer 3, dense layers counted); layers without
-    one are numbered in the order they are found.
-    """
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, MoELayer)]
-    indices = [_split(name) for name, _ in named]
-    numbered = all(parts is not None for parts in indices) and len({p and p[1] for p in indices}) == len(named)
-    found = [
-        (parts[1] if numbered and parts is not None else i, name, module)
-        for i, ((name, module), parts) in enumerate(zip(named, indices, strict=True))
-    ]
-    return sorted(found, key=lambda entry: entry[0])
-
-
-def _split(name: str) -> tuple[str, int, str] | None:
-    """Container, index and place inside of a module name: layers.3.mlp -> ("layers", 3, "mlp")."""
-    match = _INDEXED.match(name)
-    if match is None:
-        return None
-    return match["container"].rstrip("."), int(match["index"]), match["inside"] or ""
-
-
 def _layers_in_order(
-    model: nn.Module, found: list[tuple[int, str, MoELayer]]
-) -> list[tuple[int, str, nn.Module | None, nn.Module]]:
-    """(index, name, feed-forward module or None, whole block) of every layer, dense ones between MoE ones too."""
-    places = {_split(name) and (_split(name)[0], _split(name)[2]) for _, name, _ in found}  # type: ignore[index]
-    if len(places) != 1 or None in places:
-        return [(index, name, layer, layer) for index, name, layer in found]
-    ((container, inside),) = places  # type: ignore[misc]
-    blocks = model.get_submodule(container)
-    layers: list[tuple[int, str, nn.Module | None, nn.Module]] = []
-    for index_text, block in blocks.named_children():
-        if not index_text.isdecimal():
-            continue
-        name = ".".join(part for part in (container, index_text, inside) if part)
-        try:
-            module: nn.Module | None = block.get_submodule(inside)
-        except AttributeError:
-            module = None
-        layers.append((int(index_text), name, module, block))
-    return sorted(layers, key=lambda entry: entry[0])
+    modules: Mapping[str, nn.Module], sites: Sequence[RouterSite]
+) -> list[tuple[int, str, list[RouterSite], str]]:
+    """(index, name of the whole layer, its routers, where its neighbours have their MoE part), dense layers too."""
+    containers: dict[tuple[str, str], list[RouterSite]] = {}
+    for site in sites:
+        containers.setdefault((site.stream, site.place.container), []).append(site)
+    layers = []
+    for order, ((_, container), of_container) in enumerate(containers.items()):
+        one = of_container[0].place
+        offset = one.index - (one.number or 0)
+        beside = _moe_part(of_container[-1])[len(of_container[-1].place.layer_name) :].lstrip(".")
+        numbers = [None] if one.number is None else numbered_children(modules, container)
+        for number in numbers:
+            here = [site for site in of_container if site.place.number == number]
+            name = container if number is None else join(container, str(number))
+            layers.append((_stream_rank(sites, one.stream), offset + (number or 0), order, name, here, beside))
+    layers.sort(key=lambda layer: layer[:3])
+    return [(index, name, here, beside) for _, index, _, name, here, beside in layers]
 
 
-def _count(module: nn.Module | None) -> int:
-    return 0 if module is None else sum(p.numel() for p in module.parameters())
+def _stream_rank(sites: Sequence[RouterSite], stream: str) -> int:
+    return next(i for i, site in enumerate(sites) if site.stream == stream)
 
 
-def _idle_parameters(layer: MoELayer) -> int:
-    """Parameters of the experts that a token does not use."""
-    return (layer.num_experts - layer.top_k) * _count(layer.experts[0])
+def _moe_part(site: RouterSite) -> str:
+    """Name of the module that holds router and experts."""
+    return site.name if site.adapter.reads_block else site.name.rpartition(".")[0]
 
 
-def _describe_moe(index: int, name: str, layer: MoELayer, block: nn.Module, router: int) -> dict[str, Any]:
-    total, block_total = _count(layer), _count(block)
-    return {
-        "index": index,
-        "module": name,
-        "kind": "moe",
-        "router": router,
-        "num_experts": layer.num_experts,
-        "top_k": layer.top_k,
-        "num_shared_experts": layer.num_shared_experts,
-        "latent_size": layer.latent_size,
-        "score_function": layer.router.score_function,
-        "balancer": layer.balancer.name,
-        "d_ff": None,
-        "expert_d_ff": layer.d_ff,
-        "activation": layer.activation,
-        "parameters_total": total,
-        "parameters_active": total - _idle_parameters(layer),
-        "block_parameters_total": block_total,
-        "block_parameters_active": block_total - _idle_parameters(layer),
-    }
+def _describe_moe_layer(
+    model: nn.Module, modules: Mapping[str, nn.Module], index: int, block: nn.Module, sites: Sequence[RouterSite]
+) -> list[dict[str, Any]]:
+    parts = [modules[_moe_part(site)] for site in sites]
+    held_by_others = sum(_count(part) for part in parts[1:])
+    layers = []
+    for number, (site, part) in enumerate(zip(sites, parts, strict=True)):
+        told = dict.fromkeys(_TOLD_BY_ADAPTERS) | site.adapter.describe(site.module, model)
+        total = _count(part)
+        block_total = total if number else _count(block) - held_by_others
+        idle = _idle_parameters(part, told["num_experts"], told["top_k"])
+        layers.append(
+            {
+                "index": index,
+                "module": site.name,
+                "kind": "moe",
+                "router": site.router,
+                **{name: told[name] for name in _TOLD_BY_ADAPTERS[:6]},
+                "d_ff": None,
+                **{name: told[name] for name in _TOLD_BY_ADAPTERS[6:]},
+                "parameters_total": total,
+                "parameters_active": total - idle,
+                "block_parameters_total": block_total,
+                "block_parameters_active": block_total - idle,
+            }
+        )
+    return layers
 
 
 def _describe_dense(index: int, name: str, module: nn.Module | None, block: nn.Module) -> dict[str, Any]:
@@ -144,3 +130,41 @@ def _describe_dense(index: int, name: str, module: nn.Module | None, block: nn.M
         "block_parameters_total": _count(block),
         "block_parameters_active": _count(block),
     }
+
+
+def _count(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(p.numel() for p in module.parameters())
+
+
+def _idle_parameters(part: nn.Module, num_experts: int | None, top_k: int | None) -> int:
+    """Parameters of the experts that a token does not use: (E - k) / E of those that belong to one expert each."""
+    if not num_experts or top_k is None:
+        return 0
+    return sum(p.numel() for p in _routed(part, num_experts)) * (num_experts - top_k) // num_experts
+
+
+def _routed(part: nn.Module, num_experts: int) -> list[nn.Parameter]:
+    """Parameters of the routed experts: those of a child called `experts`, or else stacked ones (E, out, in)."""
+    inside = [p for name, child in part.named_children() if name == "experts" for p in child.parameters()]
+    return inside or [p for p in part.parameters() if p.dim() == 3 and p.shape[0] == num_experts]
+
+
+def _d_model(model: nn.Module, sites: Sequence[RouterSite]) -> int | None:
+    """Width of the residual stream, which our own layers tell and other models' configs."""
+    own = getattr(sites[0].module, "d_model", None)
+    return (
+        own
+        if isinstance(own, int)
+        else next(
+            (width for name in ("hidden_size", "d_model") if (width := _of_config(model, name)) is not None), None
+        )
+    )
+
+
+def _of_config(model: nn.Module, name: str) -> int | None:
+    """A whole number from the model's config, or from the text part of one that has several."""
+    config = getattr(model, "config", None)
+    value = getattr(config, name, None)
+    if value is None:
+        value = getattr(getattr(config, "text_config", None), name, None)
+    return value if isinstance(value, int) else None

@@ -18,23 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moe_core.layers import MoEOutput
 from moe_core.routing import NO_CHOICE, Routing, in_backward
 
-from .describe import describe_model, find_moe_layers
+from .adapters import Observation, RouterSite, find_routers
+from .describe import describe_model
 from .layer_stats import layer_stats
 from .writer import RunWriter
 
 LOGGED = ("loss", "ce_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "wall_time_s")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Forward:
-    """What one router did in one micro-batch of (sequences, positions)."""
-
-    shape: tuple[int, int]
-    routing: Routing
-    losses: dict[str, Tensor]
 
 
 @dataclass(kw_only=True)
@@ -44,7 +35,7 @@ class _Step:
     step: int
     phase: str
     decisions: bool
-    forwards: dict[int, list[_Forward]] = field(default_factory=dict)  # by router
+    forwards: dict[int, list[Observation]] = field(default_factory=dict)  # by router
     scalars: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -86,10 +77,8 @@ class RoutingRecorder:
         if decisions_every < 1:
             raise ValueError(f"decisions_every={decisions_every} is below 1")
         self.decisions_every = decisions_every
-        description = describe_model(model)
-        self._layer_of_router = {
-            layer["router"]: layer["index"] for layer in description["layers"] if layer["kind"] == "moe"
-        }
+        self._sites = find_routers(model)
+        description = describe_model(model, self._sites)
         config = dict(config or {})
         self.writer = RunWriter(
             out,
@@ -117,24 +106,17 @@ class RoutingRecorder:
         )
         self._domains = tuple(domains)
         self._open: _Step | None = None
-        layers = [layer for _, _, layer in find_moe_layers(model)]
-        self._coefficients = [layer.balancer.coefficients for layer in layers]
+        self._coefficients = [site.adapter.coefficients(site.module) for site in self._sites]
         self._handles: list[RemovableHandle] = [
-            layer.register_forward_hook(self._hook_of(router, layer)) for router, layer in enumerate(layers)
+            site.module.register_forward_hook(self._hook_of(site), with_kwargs=True) for site in self._sites
         ]
 
-    def _hook_of(self, router: int, layer: nn.Module) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], output: MoEOutput) -> None:
+    def _hook_of(self, site: RouterSite) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             # a deep copy of the model (an average of its weights, say) takes the hooks along, but is not recorded
-            if self._open is not None and module is layer and not in_backward():
-                shape = tuple(args[0].shape[:-1]) or (1,)
-                self._open.forwards.setdefault(router, []).append(
-                    _Forward(
-                        shape=(1, shape[0]) if len(shape) == 1 else (int(np.prod(shape[:-1])), shape[-1]),
-                        routing=_changed(output.routing, {}),
-                        losses={name: loss.detach() for name, loss in output.losses.items()},
-                    )
-                )
+            if self._open is not None and module is site.module and not in_backward():
+                observation = site.adapter.read(module, args, kwargs, output)
+                self._open.forwards.setdefault(site.router, []).append(observation)
 
         return note
 
@@ -209,7 +191,7 @@ class RoutingRecorder:
         tokens = 0
         for number, router in enumerate(sorted(current.forwards)):
             forwards = current.forwards[router]
-            layout = _TokenLayout.of([forward.shape for forward in forwards])
+            layout = _TokenLayout.of([_shape_of(forward) for forward in forwards])
             mask_T = None if attention_mask is None else layout.per_token("attention_mask", attention_mask) > 0
             routings = _masked([forward.routing for forward in forwards], mask_T)
             real_T = np.concatenate([_real_tokens(routing) for routing in routings])
@@ -223,7 +205,7 @@ class RoutingRecorder:
                     text = text() if callable(text) else text
                     of_token |= {} if text is None else {"text": layout.per_token("text", text)[real_T]}
                     self._write_tokens(step, phase, layout, real_T, of_token)
-            layer = self._layer_of_router[router]
+            layer = self._sites[router].layer
             stats = layer_stats(routings, [forward.losses for forward in forwards], self._coefficients[router])
             self.writer.log_layer_stats(step, phase=phase, layer=layer, router=router, **stats)
             if current.decisions:
@@ -294,6 +276,11 @@ class _TokenLayout:
         raise ValueError(
             f"{name} has shape {array.shape}, but the model saw {num_tokens} tokens in {num_sequences} sequences"
         )
+
+
+def _shape_of(observation: Observation) -> tuple[int, int]:
+    """(sequences, positions); input that came flattened counts as one sequence."""
+    return observation.batch_shape or (1, observation.routing.expert_ids_TK.shape[0])
 
 
 def _changed(routing: Routing, changes: Mapping[str, Tensor]) -> Routing:
