@@ -9,9 +9,10 @@ An adapter for a router that is not known here takes a few lines:
             return {"num_experts": module.num_experts, "top_k": module.top_k, "score_function": "softmax"}
 
         def read(self, module, args, kwargs, output):
-            logits_TE, weights_TK, ids_TK = (tensor.detach() for tensor in output)
-            logits_TE = logits_TE.float()
-            return Observation(routing=Routing(logits_TE, logits_TE.softmax(-1), ids_TK, weights_TK.float()))
+            logits_TE, weights_TK, ids_TK = output
+            return Observation(
+                routing=observed_routing(module, logits_TE=logits_TE, weights_TK=weights_TK, expert_ids_TK=ids_TK)
+            )
 
     register_adapter(MyGate())
 """
@@ -24,15 +25,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .adapter_base import Observation, RouterAdapter
+from .adapter_base import Observation, RouterAdapter, observed_routing
+from .adapter_families import FAMILIES
 from .adapter_moe_core import MoELayerAdapter
 from .layer_places import Place, modules_by_name, places
 
-__all__ = ["Observation", "RouterAdapter", "RouterSite", "find_routers", "register_adapter"]
+__all__ = ["Observation", "RouterAdapter", "RouterSite", "find_routers", "observed_routing", "register_adapter"]
 
 _ROUTER_NAME = re.compile(r"^(gate|router|gating)$")
 _ROUTER_CLASS = re.compile(r"(?i:router|top_?k)|Gating|Gate(?![a-z])")
-_MOE_CLASS = re.compile(r"MoE|Moe|MixtureOfExperts|SparseM")
+_MOE_CLASS = re.compile(r"(MoE|Moe|MixtureOfExperts|SparseM)(?!.*(Decoder|Encoder|Attention|Model|For[A-Z]))")
 _HOW_TO_REGISTER = (
     "register an adapter for that class with recorder.adapters.register_adapter (its docstring shows one)"
 )
@@ -88,9 +90,10 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
                 f"which has no adapter: {_HOW_TO_REGISTER}"
             )
     if not found:
+        like = sorted({type(module).__name__ for name, module in modules.items() if _is_called_router(name, module)})
         raise ValueError(
-            f"{type(model).__name__} holds no MoELayer and no router of a known class: there is no routing to record; "
-            f"if it has routers, {_HOW_TO_REGISTER}"
+            f"{type(modules['']).__name__} holds no MoELayer and no other router that is known: there is no routing to "
+            f"record; if {' or '.join(like) or 'one of its classes'} is a router, {_HOW_TO_REGISTER}"
         )
     return [
         RouterSite(
@@ -112,11 +115,14 @@ def _adapter_of(module: nn.Module) -> RouterAdapter | None:
 
 def _looks_like_a_router(name: str, module: nn.Module, block: nn.Module) -> bool:
     """Called or classed like a router, and beside experts."""
-    called = name.rpartition(".")[2]
-    if not (_ROUTER_NAME.match(called) or _ROUTER_CLASS.search(type(module).__name__)):
+    if not _is_called_router(name, module):
         return False
-    beside = [child for child, _ in block.named_children() if child != called]
+    beside = [child for child, _ in block.named_children() if child != name.rpartition(".")[2]]
     return bool(_MOE_CLASS.search(type(block).__name__)) or any("expert" in child for child in beside)
+
+
+def _is_called_router(name: str, module: nn.Module) -> bool:
+    return bool(_ROUTER_NAME.match(name.rpartition(".")[2]) or _ROUTER_CLASS.search(type(module).__name__))
 
 
 def _parent(name: str) -> str:
@@ -129,4 +135,5 @@ def _ancestors(name: str) -> Iterator[str]:
         yield name
 
 
-register_adapter(MoELayerAdapter())
+for known in (MoELayerAdapter(), *FAMILIES):
+    register_adapter(known)
