@@ -49,8 +49,8 @@ class TransformersRouter(RouterAdapter):
         act = _number_or_text(configs, "hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
         gated = hasattr(own[2], "gate_up_proj")
         return {
-            "num_experts": _whole(own, "num_experts", "n_routed_experts"),
-            "top_k": _whole([*own, *configs], "top_k", "num_experts_per_tok", "moe_topk"),
+            "num_experts": _whole(own, "n_routed_experts", "num_experts"),
+            "top_k": _whole([*own, *configs], "top_k", "num_experts_per_tok", "moe_topk", "top_k_experts"),
             "num_shared_experts": self._shared(configs),
             "score_function": self.score_function,
             "balancer": self._balancer(module, configs),
@@ -144,7 +144,9 @@ class JetMoeAdapter(TransformersRouter):
     """(place of each sorted assignment N, its token N, its weight N, list of E loads, logits_TE)."""
 
     def describe(self, module: nn.Module, model: nn.Module) -> dict[str, Any]:
-        return super().describe(module, model) | {"expert_d_ff": getattr(self.block, "hidden_size", None)}
+        described = super().describe(module, model) | {"expert_d_ff": getattr(self.block, "hidden_size", None)}
+        gated = hasattr(self.block, "activation")  # the experts of its attention are linear
+        return described | {"activation": _GATED.get(described["activation"]) if gated else None}
 
     def _decided(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: tuple[Any, ...]
@@ -175,7 +177,7 @@ class SwitchAdapter(TransformersRouter):
             raise _unknown_output(module, output, "(chosen experts, weights, logits)")
         _, weights, logits = output
         # the router's own words, so that its roundings and ties are had again: a dropped token's choice is not returned
-        probs = logits.softmax(-1, dtype=module.dtype).to(module.input_dtype)  # type: ignore[arg-type]
+        probs = logits.softmax(-1, dtype=module.dtype).to(module.input_dtype)
         return logits.flatten(0, -2), weights.reshape(-1, 1), probs.argmax(-1).reshape(-1, 1)
 
     def _kept(self, module: nn.Module, output: Any) -> Tensor | None:
@@ -216,8 +218,15 @@ def _unknown_output(module: nn.Module, output: tuple[Any, ...], wanted: str) -> 
 
 def _number_or_text(holders: list[Any], *names: str) -> Any:
     """The first of these attributes that one of the holders has, holders in order."""
-    values = (getattr(holder, name, None) for holder in holders for name in names)
+    values = (_attribute(holder, name) for holder in holders for name in names)
     return next((value for value in values if isinstance(value, int | str) and not isinstance(value, bool)), None)
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    try:
+        return getattr(holder, name, None)
+    except RuntimeError:  # a config whose layers differ refuses to tell one size for all of them
+        return None
 
 
 def _whole(holders: list[Any], *names: str) -> int | None:

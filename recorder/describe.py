@@ -78,17 +78,23 @@ def _moe_part(site: RouterSite) -> str:
     return site.name if site.adapter.reads_block else site.name.rpartition(".")[0]
 
 
+def _held(modules: Mapping[str, nn.Module], site: RouterSite) -> list[nn.Module]:
+    """The modules of router and experts: the one that holds them, or they alone where that is the whole layer."""
+    part = modules[_moe_part(site)]
+    if site.adapter.reads_block or _moe_part(site) != site.place.layer_name:
+        return [part]
+    return [site.module, *(child for name, child in part.named_children() if name == "experts")]
+
+
 def _describe_moe_layer(
     model: nn.Module, modules: Mapping[str, nn.Module], index: int, block: nn.Module, sites: Sequence[RouterSite]
 ) -> list[dict[str, Any]]:
-    parts = [modules[_moe_part(site)] for site in sites]
-    held_by_others = sum(_count(part) for part in parts[1:])
+    totals = [sum(map(_count, _held(modules, site))) for site in sites]
     layers = []
-    for number, (site, part) in enumerate(zip(sites, parts, strict=True)):
+    for number, (site, total) in enumerate(zip(sites, totals, strict=True)):
         told = dict.fromkeys(_TOLD_BY_ADAPTERS) | site.adapter.describe(site.module, model)
-        total = _count(part)
-        block_total = total if number else _count(block) - held_by_others
-        idle = _idle_parameters(part, told["num_experts"], told["top_k"])
+        block_total = total if number else _count(block) - sum(totals[1:])
+        idle = _idle_parameters(modules[_moe_part(site)], told["num_experts"], told["top_k"])
         layers.append(
             {
                 "index": index,

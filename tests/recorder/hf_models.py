@@ -60,7 +60,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DbrxForCausalLM",
         {
             **{"d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": 64},
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
             "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2, "moe_jitter_eps": 0.01},
         },
     ),
@@ -85,6 +85,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             **QWEN,
             **{"shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
             **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         },
     ),
     "granite-moe-shared": (
@@ -96,7 +97,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "jamba": (
         "JambaConfig",
         "JambaForCausalLM",
-        {**{"num_experts": 4, "num_experts_per_tok": 2, "use_mamba_kernels": False, "mamba_d_state": 4}},
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4, "attn_layer_period": 2},
+            **{"attn_layer_offset": 1, "num_hidden_layers": 4},
+        },
     ),
     "aria-text": ("AriaTextConfig", "AriaTextForCausalLM", {"moe_num_experts": 6, "moe_topk": 2}),
     "gemma4": (
@@ -115,7 +119,12 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron-h": (
         "NemotronHConfig",
         "NemotronHForCausalLM",
-        {**ROUTED, "layers_block_type": ["attention", "moe", "moe"], "head_dim": 8, "moe_shared_expert_intermediate_size": 16},
+        {
+            **ROUTED,
+            "layers_block_type": ["attention", "moe", "moe"],
+            "head_dim": 8,
+            "moe_shared_expert_intermediate_size": 16,
+        },
     ),
     "mimo-v2-flash": ("MiMoV2FlashConfig", "MiMoV2FlashForCausalLM", {**ROUTED, "head_dim": 8, "v_head_dim": 8}),
     "minimax-m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", {**LOCAL, "head_dim": 8}),
@@ -151,13 +160,13 @@ def tiny(family: str, **changes: Any) -> nn.Module:
     config_class, model_class, own = FAMILIES[family]
     torch.manual_seed(0)
     settings = {**SMALL, **own, **changes}
-    if family == "dbrx":
-        settings = {k: v for k, v in settings.items() if k not in SMALL or k == "vocab_size"}
+    if family in ("dbrx", "switch"):  # these have names of their own for sizes
+        settings = {"vocab_size": SMALL["vocab_size"], "pad_token_id": 0, "eos_token_id": 2, **own, **changes}
     config = getattr(transformers, config_class)(**settings)
     config._attn_implementation = "eager"
     model = getattr(transformers, model_class)(config)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.3)
         for name, buffer in model.named_buffers():
