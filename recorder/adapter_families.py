@@ -20,7 +20,7 @@ SOFTMAX = (
     *("MixtralTopKRouter", "MiniMaxTopKRouter", "PhimoeTopKRouter"),
     *("OlmoeTopKRouter", "FlexOlmoTopKRouter"),
     *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter"),
-    *("Qwen3VLMoeTextTopKRouter", "Qwen3OmniMoeThinkerTextTopKRouter", "Qwen3OmniMoeTalkerTextTopKRouter"),
+    "Qwen3VLMoeTextTopKRouter",
     *("GptOssTopKRouter", "AriaTextTopKRouter"),
     *("GraniteMoeTopKRouter", "GraniteMoeSharedTopKRouter", "GraniteMoeHybridTopKRouter", "GraniteMoeSWATopKRouter"),
     *("HunYuanMoEV1Gate", "JambaTopKRouter"),
@@ -44,7 +44,7 @@ FAMILIES: tuple[RouterAdapter, ...] = (
         classes=SIGMOID_GROUPED, score_function="sigmoid", bias_of=bias_attribute, group_limited=True, unsorted=True
     ),
     TransformersRouter(
-        classes=("MiniMaxM3VLTopKRouter", "Step3p7TopKRouter", "LagunaTopKRouter"),
+        classes=("LagunaTopKRouter",),
         score_function="sigmoid",
         bias_of=bias_attribute,
         unsorted=True,
@@ -56,7 +56,7 @@ FAMILIES: tuple[RouterAdapter, ...] = (
         unsorted=True,
     ),
     TransformersRouter(classes=("LongcatFlashTopkRouter",), bias_of=bias_attribute, unsorted=True),
-    TransformersRouter(classes=("Ernie4_5_MoeTopKRouter", "Ernie4_5_VLMoeMoeTopKRouter"), bias_of=bias_of_statistics),
+    TransformersRouter(classes=("Ernie4_5_MoeTopKRouter",), bias_of=bias_of_statistics),
     Llama4Adapter(classes=("Llama4Router",), score_function="sigmoid"),
     DbrxAdapter(classes=("DbrxRouter",)),
     JetMoeAdapter(classes=("JetMoeTopKGating",)),

@@ -88,6 +88,28 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "linear_attention", "full_attention"],
         },
     ),
+    "qwen3-5-moe": (
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {
+            **QWEN,
+            **{"shared_expert_intermediate_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
+    "granite-moe-swa": ("GraniteMoeSWAConfig", "GraniteMoeSWAForCausalLM", LOCAL),
+    "granite-moe-hybrid": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            **LOCAL,
+            "shared_intermediate_size": 16,
+            "layer_types": ["attention"] * 3,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+        },
+    ),
     "granite-moe-shared": (
         "GraniteMoeSharedConfig",
         "GraniteMoeSharedForCausalLM",
@@ -113,6 +135,37 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "mistral4": ("Mistral4Config", "Mistral4ForCausalLM", {**ROUTED, **MLA}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**ROUTED, **MLA}),
+    "deepseek-v3-2": (
+        "DeepseekV32Config",
+        "DeepseekV32ForCausalLM",
+        {**ROUTED, **MLA, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    ),
+    "glm-moe-dsa": (
+        "GlmMoeDsaConfig",
+        "GlmMoeDsaForCausalLM",
+        {**ROUTED, **MLA, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    ),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            **ROUTED,
+            **MLA,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_head_dim": 8,
+            "linear_num_heads": 2,
+        },
+    ),
+    "bailing-hybrid": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {
+            **ROUTED,
+            **MLA,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "num_local_experts": 8,
+        },
+    ),
     "dots1": ("Dots1Config", "Dots1ForCausalLM", {**ROUTED, "head_dim": 8}),
     "exaone-moe": ("ExaoneMoeConfig", "ExaoneMoeForCausalLM", {**ROUTED, "num_experts": 8, "head_dim": 8}),
     "solar-open": ("SolarOpenConfig", "SolarOpenForCausalLM", {**ROUTED, "head_dim": 8}),

@@ -3,20 +3,26 @@ what the model's experts were given."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
 from hf_models import FAMILIES, tiny
 
 from recorder import RoutingRecorder, Run
+from recorder.adapter_families import FAMILIES as KNOWN
 from recorder.adapters import find_routers
 from recorder.describe import describe_model
 
@@ -60,8 +66,7 @@ class Seen:
 
         def note(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = [*args, *kwargs.values()]
-            zero_experts = getattr(experts, "zero_expert_num", 0) or 0
-            self._keep(name, given[1], given[2], experts_of(experts) + zero_experts)
+            self._keep(name, given[1], given[2], experts_of(experts))
 
         return note
 
@@ -124,11 +129,23 @@ def mask_of(side: str | None) -> Tensor | None:
     return mask
 
 
+def checkpointed(model: Any, use_reentrant: bool) -> None:
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    else:  # as one does by hand
+        for layer in model.model.layers:
+            layer.forward = recomputed(layer.forward, use_reentrant)
+
+
+def recomputed(forward: Any, use_reentrant: bool) -> Any:
+    return lambda *args, **kwargs: checkpoint(partial(forward, **kwargs), *args, use_reentrant=use_reentrant)
+
+
 def train_and_compare(family: str, path: Any, side: str | None, use_reentrant: bool | None, steps: int = 2) -> Run:
     model = tiny(family)
     seen = Seen(model)
     if use_reentrant is not None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        checkpointed(model, use_reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     mask = mask_of(side)
     told = {} if mask is None else {"attention_mask": mask}
@@ -138,7 +155,7 @@ def train_and_compare(family: str, path: Any, side: str | None, use_reentrant: b
             input_ids = torch.randint(3, 48, (BATCH, LENGTH))
             with recorder.step(step, **told):
                 with seen.open():
-                    loss = model(input_ids=input_ids, labels=input_ids, **told).loss
+                    loss = model(input_ids=input_ids, labels=input_ids, use_cache=False, **told).loss
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -261,6 +278,61 @@ def test_gemma_hands_back_probabilities_and_they_are_turned_into_logits():
     torch.testing.assert_close(
         caught["routing"].logits_TE.log_softmax(-1), caught["logits"].float().log_softmax(-1), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("phimoe", "switch")])
+def test_scores_are_what_the_weights_were_made_of(family):
+    """Softmax and sigmoid differ in the ratios of a token's weights, whatever they were divided by or scaled with."""
+    model = tiny(family)
+    routings = []
+    for site in find_routers(model):
+        read = site.adapter.read
+        site.module.register_forward_hook(
+            lambda *given, read=read: routings.append(read(*given).routing), with_kwargs=True
+        )
+    model(input_ids=torch.randint(3, 48, (BATCH, LENGTH)))
+    for routing in routings:
+        scores_TK = routing.scores_TE.gather(1, routing.expert_ids_TK)
+        ratio_TK = routing.weights_TK / routing.weights_TK.sum(1, keepdim=True)
+        torch.testing.assert_close(ratio_TK, scores_TK / scores_TK.sum(1, keepdim=True), rtol=1e-4, atol=1e-5)
+        assert ratio_TK.std() > 0.02, "weights that are all alike would tell nothing"
+
+
+READ_NOT_RUN = {  # in models of pictures and text: the router of each is a copy of one that was trained above
+    "DeepseekOcr2TextTopkRouter": "deepseek_ocr2",
+    "UnlimitedOcrTextTopkRouter": "unlimited_ocr",
+    "Glm4vMoeTextTopkRouter": "glm4v_moe",
+    "Qwen3VLMoeTextTopKRouter": "qwen3_vl_moe",
+}
+
+
+def test_every_class_of_the_registry_is_trained_here_or_a_copy_of_one_that_is():
+    trained = {type(site.module) for family in FAMILIES for site in find_routers(tiny(family))}
+    forwards = {inspect.getsource(kind.forward) for kind in trained}
+    for name, module in READ_NOT_RUN.items():
+        router = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+        assert inspect.getsource(router.forward) in forwards, name
+    known = {name for adapter in KNOWN for name in adapter.classes}
+    assert known == {kind.__name__ for kind in trained} | set(READ_NOT_RUN)
+
+
+@pytest.mark.parametrize("family", [name for name in ASKED_FOR if name not in ("jetmoe", "switch")])
+def test_reading_a_router_waits_for_no_device(family):
+    """On the meta device there are no values to wait for: whatever asks for one raises."""
+    model = tiny(family)
+    sites = find_routers(model)
+    outputs: dict[int, Any] = {}
+    for site in sites:
+        site.module.register_forward_hook(
+            lambda module, args, output, r=site.router: outputs.update({r: (args, output)})
+        )
+    model(input_ids=torch.randint(3, 48, (BATCH, LENGTH)))
+    model.to("meta")
+    for site in sites:
+        args, output = outputs[site.router]
+        args, output = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (args, output))
+        routing = site.adapter.read(site.module, args, {}, output).routing
+        assert routing.expert_ids_TK.shape[0] == BATCH * LENGTH
 
 
 EXPERTS = {  # parameters of all routed experts of one router, by hand: E * matrices * d_model * expert width
