@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("transformers")
 
+from hf_experts import Seen
 from hf_models import FAMILIES, tiny
 
 from recorder import RoutingRecorder, Run
@@ -28,97 +27,6 @@ from recorder.describe import describe_model
 
 ASKED_FOR = list(FAMILIES)[:13]
 BATCH, LENGTH = 2, 9
-
-
-class Seen:
-    """What went into each block's experts, caught there and not at the router: (dense weights (T, E)) by block name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.weights_TE: dict[str, list[Tensor]] = {}
-        self.chosen_TE: dict[str, list[Tensor]] = {}
-        self._open = False
-        for name, module in model.named_modules():
-            kind = type(module).__name__
-            if hasattr(module, "router") and kind.startswith("JetMoeMo"):
-                self._watch_jetmoe(name, module)
-            elif kind == "Llama4TextMoe":
-                self._watch_llama4(name, module)
-            elif kind == "SwitchTransformersSparseMLP":
-                module.experts.register_forward_pre_hook(self._switch(name))
-            elif isinstance(getattr(module, "experts", None), nn.Module) and kind != "JetMoeAttention":
-                module.experts.register_forward_pre_hook(self._arguments(name), with_kwargs=True)
-
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        self._open = True
-        yield
-        self._open = False
-
-    def _keep(self, name: str, ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> None:
-        if self._open:
-            zeros_TE = torch.zeros(len(ids_TK), num_experts)
-            weights_TE = zeros_TE.scatter(1, ids_TK, weights_TK.detach().float())
-            self.weights_TE.setdefault(name, []).append(weights_TE)
-            self.chosen_TE.setdefault(name, []).append(zeros_TE.scatter(1, ids_TK, 1.0))
-
-    def _arguments(self, name: str) -> Any:
-        """experts(hidden, top_k_index, top_k_weights), as most families call them."""
-
-        def note(experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [*args, *kwargs.values()]
-            self._keep(name, given[1], given[2], experts_of(experts))
-
-        return note
-
-    def _switch(self, name: str) -> Any:
-        """experts(hidden, one-hot of what was kept, weights): what capacity dropped is in neither."""
-
-        def note(experts: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._open:
-                kept_TE = args[1][:, 0].float()
-                self.weights_TE.setdefault(name, []).append(kept_TE * args[2].detach().float())
-                self.chosen_TE.setdefault(name, []).append(kept_TE)
-
-        return note
-
-    def _watch_llama4(self, name: str, block: nn.Module) -> None:
-        """The experts get every token, scaled by its weight: zeros where it was not chosen."""
-
-        def note(experts: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._open:
-                scaled_ETD = args[0].detach().view(experts.num_experts, -1, experts.hidden_size)
-                chosen_TE = (scaled_ETD != 0).any(-1).T.float()
-                hidden_TD = self._hidden_TD
-                scale_TE = (scaled_ETD * hidden_TD).sum(-1).T / hidden_TD.square().sum(-1, keepdim=True)
-                self.weights_TE.setdefault(name, []).append(scale_TE)
-                self.chosen_TE.setdefault(name, []).append(chosen_TE)
-
-        def keep_input(_block: nn.Module, args: tuple[Any, ...]) -> None:
-            self._hidden_TD = args[0].detach().reshape(-1, args[0].shape[-1])
-
-        block.register_forward_pre_hook(keep_input)
-        block.experts.register_forward_pre_hook(note)
-
-    def _watch_jetmoe(self, name: str, block: nn.Module) -> None:
-        """From the logits of the linear layer inside the router; loads are held against what the experts were given."""
-
-        def note(_linear: nn.Module, _args: tuple[Any, ...], logits_TE: Tensor) -> None:
-            top_TK, ids_TK = logits_TE.detach().float().topk(2, dim=1)
-            self._keep(name, ids_TK, top_TK.softmax(1), logits_TE.shape[1])
-
-        def check(_experts: nn.Module, args: tuple[Any, ...]) -> None:
-            if self._open:
-                assert self.chosen_TE[name][-1].sum(0).tolist() == list(args[1])
-
-        block.router.layer.register_forward_hook(note)
-        block.input_linear.register_forward_pre_hook(check)
-
-
-def experts_of(experts: nn.Module) -> int:
-    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
-        if isinstance(getattr(experts, name, None), int):
-            return getattr(experts, name)
-    return next(p.shape[0] for p in experts.parameters() if p.dim() == 3)
 
 
 def mask_of(side: str | None) -> Tensor | None:
@@ -141,8 +49,15 @@ def recomputed(forward: Any, use_reentrant: bool) -> Any:
     return lambda *args, **kwargs: checkpoint(partial(forward, **kwargs), *args, use_reentrant=use_reentrant)
 
 
-def train_and_compare(family: str, path: Any, side: str | None, use_reentrant: bool | None, steps: int = 2) -> Run:
-    model = tiny(family)
+def train_and_compare(
+    family: str,
+    path: Any,
+    side: str | None,
+    use_reentrant: bool | None,
+    steps: int = 2,
+    dtype: torch.dtype = torch.float32,
+) -> Run:
+    model = tiny(family).to(dtype)
     seen = Seen(model)
     if use_reentrant is not None:
         checkpointed(model, use_reentrant)
@@ -213,6 +128,11 @@ def test_ids_weights_and_loads_are_those_of_the_model(family, side, use_reentran
     if family == "switch":
         side = None  # encoder and decoder tokens are not the same
     train_and_compare(family, tmp_path / "run", side, use_reentrant)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3", "gpt-oss", "dbrx", "switch"])
+def test_in_bfloat16_too(family, tmp_path):
+    train_and_compare(family, tmp_path / "run", None, None, dtype=torch.bfloat16)
 
 
 def test_r1_dense_layers_are_counted_and_a_missing_loss_is_null(tmp_path):
