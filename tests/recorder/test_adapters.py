@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -307,3 +309,12 @@ def test_encoder_and_decoder_count_apart():
     ]
     alone = nn.ModuleDict({"decoder": Model("mm")})
     assert [(s.stream, s.layer) for s in find_routers(alone)] == [("tokens", 0), ("tokens", 1)]
+
+
+def test_finding_routers_imports_no_transformers():
+    code = (
+        "import sys, recorder.hooks, recorder.adapters, moe_core\n"
+        "recorder.adapters.find_routers(moe_core.MoELayer(8, 8, 4, 1))\n"
+        "assert not any(name.partition('.')[0] == 'transformers' for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
