@@ -41,13 +41,14 @@ def layer_stats_row(
     *,
     layer: int,
     router: int,
-    tokens: int,
+    tokens: int | None,
     vectors: dict[str, np.ndarray | None],
     num_experts: int | None,
     scalars: dict[str, float | None],
 ) -> dict[str, Any]:
     """One row of `layer_stats`: arrays copied, lengths checked against each other and against E."""
-    row: dict[str, Any] = where | {"layer": int(layer), "router": int(router), "tokens": int(tokens)}
+    row: dict[str, Any] = where | {"layer": int(layer), "router": int(router)}
+    row["tokens"] = None if tokens is None else int(tokens)
     length = num_experts
     for name, vector in vectors.items():
         if vector is None:
@@ -62,9 +63,8 @@ def layer_stats_row(
             source = f"router {router} has" if num_experts is not None else "load has"
             raise ValueError(f"{name} has {array.size} experts, {source} {length}")
         row[name] = _counts(name, array) if name in ("load", "dropped") else np.array(array, dtype=np.float32)
-    for name in ("load", "gate_mass", "mean_prob"):
-        if row[name] is None:
-            raise ValueError(f"{name} must be an array of shape (E,), got None")
+    if row["load"] is None:
+        raise ValueError("load must be an array of shape (E,), got None")
     for name, value in scalars.items():
         kind = int if name in ("rerouted", "invalid") else float
         row[name] = None if value is None else kind(value)
@@ -77,7 +77,7 @@ def decision_rows(
     layer: int,
     router: int,
     experts_TK: np.ndarray,
-    weights_TK: np.ndarray,
+    weights_TK: np.ndarray | None,
     kept_TK: np.ndarray | None,
     tokens_T: np.ndarray | None,
     num_experts: int | None,
@@ -94,17 +94,21 @@ def decision_rows(
         if low < -1 or high >= limit:
             wrong = low if low < -1 else high
             raise ValueError(f"expert id {wrong} is outside [-1, {limit}) of router {router}")
-    gates_TK = np.asarray(weights_TK)
-    if gates_TK.shape != ids_TK.shape:
-        raise ValueError(f"weights_TK has shape {gates_TK.shape}, experts_TK {ids_TK.shape}")
-    gates_TK = np.array(gates_TK, dtype=np.float32) if full_weights else round_weights(gates_TK)
+    if weights_TK is None:
+        gates: pa.Array = pa.nulls(num_tokens, pa.list_(pa.float32(), top_k))
+    else:
+        gates_TK = np.asarray(weights_TK)
+        if gates_TK.shape != ids_TK.shape:
+            raise ValueError(f"weights_TK has shape {gates_TK.shape}, experts_TK {ids_TK.shape}")
+        rounded_TK = np.array(gates_TK, dtype=np.float32) if full_weights else round_weights(gates_TK)
+        gates = _fixed_lists(rounded_TK, pa.float32())
     tokens = _numbers("tokens_T", tokens_T, num_tokens)
     columns: dict[str, Any] = {
         "layer": pa.repeat(pa.scalar(int(layer), pa.int32()), num_tokens),
         "router": pa.repeat(pa.scalar(int(router), pa.int32()), num_tokens),
         "token": pa.array(tokens, pa.int32()),
         "experts": _fixed_lists(ids_TK, id_type(num_experts)),
-        "weights": _fixed_lists(gates_TK, pa.float32()),
+        "weights": gates,
     }
     if kept_TK is None:
         columns["kept"] = pa.nulls(num_tokens, pa.list_(pa.bool_(), top_k))

@@ -115,7 +115,7 @@ class RunWriter:
         step: int,
         *,
         phase: str = "train",
-        tokens: int,
+        tokens: int | None,
         wall_time_s: float | None = None,
         loss: float | None = None,
         ce_loss: float | None = None,
@@ -129,7 +129,7 @@ class RunWriter:
         Args:
             step: optimizer step, at least 0.
             phase: train, probe, eval or generate.
-            tokens: real tokens in the step.
+            tokens: real tokens in the step; None where a source does not tell.
             wall_time_s: seconds the step took.
             loss: the total that was minimised.
             ce_loss: its cross-entropy part, nats a token.
@@ -150,7 +150,7 @@ class RunWriter:
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
         }
-        row = buffers.key(step, phase) | {"tokens": int(tokens)}
+        row = buffers.key(step, phase) | {"tokens": None if tokens is None else int(tokens)}
         self.check_new_step(step, phase)
         self._logged.add((step, phase))
         row |= {name: None if value is None else float(value) for name, value in scalars.items()}
@@ -172,14 +172,14 @@ class RunWriter:
         phase: str = "train",
         layer: int,
         router: int,
-        tokens: int,
+        tokens: int | None,
         load: np.ndarray,
-        gate_mass: np.ndarray,
-        mean_prob: np.ndarray,
+        gate_mass: np.ndarray | None,
+        mean_prob: np.ndarray | None,
         expert_bias: np.ndarray | None = None,
         rerouted: int | None = None,
         dropped: np.ndarray | None = None,
-        invalid: int = 0,
+        invalid: int | None = 0,
         router_entropy: float | None = None,
         aux_loss: float | None = None,
         z_loss: float | None = None,
@@ -191,14 +191,14 @@ class RunWriter:
             phase: train, probe, eval or generate.
             layer: index in the whole model, dense layers counted.
             router: the router's own number.
-            tokens: real tokens routed.
+            tokens: real tokens routed, or None where a source does not tell.
             load: assignments per expert before any drop, integers (E,).
-            gate_mass: sum of weights per expert (E,).
-            mean_prob: mean of the full score distribution (E,).
+            gate_mass: sum of weights per expert (E,), or None where a source has no weights.
+            mean_prob: mean of the full score distribution (E,), or None where a source has none.
             expert_bias: selection bias used in this step (E,), or None.
             rerouted: assignments that the bias changed, or None.
             dropped: assignments dropped by capacity per expert (E,), or None.
-            invalid: rows that could not be routed.
+            invalid: rows that could not be routed, or None.
             router_entropy: mean over tokens of H / ln E.
             aux_loss: normalised, uniform = 1; None when there is none.
             z_loss: mean squared logsumexp; None when there is none.
@@ -239,7 +239,7 @@ class RunWriter:
         layer: int,
         router: int,
         experts_TK: np.ndarray,
-        weights_TK: np.ndarray,
+        weights_TK: np.ndarray | None,
         kept_TK: np.ndarray | None = None,
         tokens_T: np.ndarray | None = None,
     ) -> None:
@@ -251,7 +251,7 @@ class RunWriter:
             layer: index in the whole model, dense layers counted.
             router: the router's own number.
             experts_TK: expert ids, best first; -1 = no choice made.
-            weights_TK: gate values; rounded to 10 mantissa bits unless `full_weights`.
+            weights_TK: gate values; rounded to 10 mantissa bits unless `full_weights`. None where a source has none.
             kept_TK: False where capacity dropped the assignment; None = nothing could be dropped.
             tokens_T: token numbers, unique within step and phase; None = 0 to T-1.
 
