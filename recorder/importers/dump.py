@@ -22,7 +22,7 @@ class Place(NamedTuple):
     """Where a router stands in the dump's own words: a container of layers and the number in it."""
 
     container: str
-    index: int
+    number: int
 
 
 #: The container of all layers where a dump knows only one.

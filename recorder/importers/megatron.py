@@ -147,7 +147,8 @@ def _logits(dump: Dump, where: str, record: dict[str, Any]) -> np.ndarray | None
     """float32 (T, E) of the binary file beside the trace; None where the line names none."""
     if not set(_LOGITS) & set(record):
         return None
-    offset, size, shape = (record.get(name) for name in _LOGITS)
+    named: list[Any] = [record.get(name) for name in _LOGITS]
+    offset, size, shape = named
     good = type(offset) is int and type(size) is int and isinstance(shape, list) and len(shape) == 2
     good = good and all(type(length) is int and length >= 0 for length in shape)
     if not good or offset < 0 or size != 2 * shape[0] * shape[1] or shape[0] != record["num_tokens"] or not shape[1]:

@@ -151,7 +151,8 @@ def _vllm_response(file: Path, name: str, response: Any, shape: ModelShape | Non
         if not found:
             raise DumpError(file, f"{label} has routed_experts null: the server ran without recording them")
         prompt, own = response.get("prompt_token_ids") or choice.get("prompt_token_ids"), choice.get("token_ids")
-        ids = [*prompt, *own] if _are_ids(prompt) and _are_ids(own) else None
+        both = _token_ids(prompt) and _token_ids(own)  # without the prompt's, nobody knows where the others start
+        ids = _token_ids(prompt) + _token_ids(own) if both else None
         yield _Request(name=label, blocks=iter([_joined(file, label, found)]), token_ids=ids)
 
 
@@ -159,16 +160,14 @@ def _sglang_response(file: Path, name: str, response: Any, shape: ModelShape | N
     """A response of /generate, or of the OpenAI endpoints."""
     if not isinstance(response, dict):
         raise DumpError(file, f"{name} is a {type(response).__name__}, expected a response")
-    for key, counts in (("meta_info", response.get("meta_info")), ("sglext", response.get("usage"))):
-        place = response.get(key)
-        if isinstance(place, dict) and place.get("routed_experts") is not None:
-            break
-    else:
+    meta, extra = response.get("meta_info"), response.get("sglext")
+    meta, extra = (place if isinstance(place, dict) else {} for place in (meta, extra))
+    counts = meta if "routed_experts" in meta else response.get("usage")
+    given = meta.get("routed_experts", extra.get("routed_experts"))
+    if given is None:
         raise DumpError(
-            file,
-            f"{name} has {_keys(response)}, expected meta_info.routed_experts or sglext.routed_experts that are not null",
+            file, f"{name} has {_keys(response)}, expected routed_experts in meta_info or sglext that are not null"
         )
-    given = place["routed_experts"]
     if not isinstance(given, str):
         yield _Request(name=name, blocks=iter([_nested(file, name, given)]))
         return
@@ -181,9 +180,10 @@ def _sglang_response(file: Path, name: str, response: Any, shape: ModelShape | N
             file, f"{name} has {len(data)} bytes, expected int32 of {shape.num_layers} layers and top_k {shape.top_k}"
         )
     ids_TLK = np.frombuffer(data, "<i4").reshape(-1, shape.num_layers, shape.top_k)
-    lengths = [(counts or {}).get(length) for length in ("prompt_tokens", "completion_tokens")]
+    counts = counts if isinstance(counts, dict) else {}
+    lengths = [n for n in (counts.get("prompt_tokens"), counts.get("completion_tokens")) if type(n) is int]
     first = 0
-    if all(type(length) is int for length in lengths):
+    if len(lengths) == 2:
         first = sum(lengths) - 1 - len(ids_TLK)  # the last token is never routed; a request may leave out the first
         if first < -1:
             raise DumpError(file, f"{name} has {len(ids_TLK)} tokens routed and says it has {sum(lengths)}")
@@ -232,8 +232,10 @@ def _decoded(file: Path, name: str, text: str) -> bytes:
         raise DumpError(file, f"{name} has routed_experts that are not base64") from None
 
 
-def _are_ids(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**31 for value in values)
+def _token_ids(values: Any) -> list[int]:
+    """The ids of a prompt or a completion; none where they are not there, or no ids."""
+    good = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**31 for value in values)
+    return values if good else []
 
 
 def _depth(value: Any) -> int:

@@ -71,7 +71,7 @@ def model_entry(contents: Contents, dump: Dump, shape: ModelShape | None) -> dic
     for place, index in contents.layers.items():
         layers[index] = {
             "index": index,
-            "module": None if place.container == LAYERS else f"{place.container}.{place.index}",
+            "module": None if place.container == LAYERS else f"{place.container}.{place.number}",
             "kind": "moe",
             "router": contents.routers[place],
             "num_experts": contents.num_experts,
@@ -90,7 +90,7 @@ def _check_ids(dump: Dump, piece: Decisions) -> None:
     if dump.num_experts is not None and piece.experts_TK.max(initial=-1) >= dump.num_experts:
         raise DumpError(
             dump.file,
-            f"step {piece.step}, layer {piece.place.index} has expert id {piece.experts_TK.max()}, "
+            f"step {piece.step}, layer {piece.place.number} has expert id {piece.experts_TK.max()}, "
             f"expected 0 to {dump.num_experts - 1}",
         )
     ordered = np.sort(piece.experts_TK, axis=1)
@@ -99,7 +99,7 @@ def _check_ids(dump: Dump, piece: Decisions) -> None:
         token = int(np.flatnonzero(twice.any(axis=1))[0])
         raise DumpError(
             dump.file,
-            f"step {piece.step}, layer {piece.place.index}, token {piece.first_token + token} takes an expert twice: "
+            f"step {piece.step}, layer {piece.place.number}, token {piece.first_token + token} takes an expert twice: "
             f"{piece.experts_TK[token].tolist()}",
         )
 
@@ -107,10 +107,10 @@ def _check_ids(dump: Dump, piece: Decisions) -> None:
 def _number(dump: Dump, shape: ModelShape | None, active: list[Place], places: list[Place]) -> dict[Place, int]:
     """Layer indices in the whole model; containers beside the main one (multi-token prediction) follow after it."""
     main = [place for place in places if place.container in (LAYERS, DECODER)]
-    index = {place: place.index for place in main}
+    index = {place: place.number for place in main}
     if shape is not None and dump.width is not None:
         if dump.width == len(shape.moe_layers) != shape.num_layers:
-            index = {place: shape.moe_layers[place.index] for place in main}
+            index = {place: shape.moe_layers[place.number] for place in main}
         elif dump.width != shape.num_layers:
             raise DumpError(
                 dump.file,

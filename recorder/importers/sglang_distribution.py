@@ -96,12 +96,13 @@ def _detail(file: Path, content: dict[str, Any], token_ids: bool) -> Dump:
             file, f"last_physical_to_logical_map has shape {map_LP.shape}, expected logical ids of (layers, experts)"
         )
     per_token = isinstance(records[0], dict) and "topk_ids_of_layer" in records[0]
+    num_experts = int(map_LP.max()) + 1
     dump = Dump(
         file=file,
         source=f"SGLang expert distribution, {'per_token' if per_token else 'per_pass'}",
         a_step_is="forward pass of one rank",
         pieces=lambda: _detail_pieces(dump, records, map_LP, per_token, token_ids),
-        num_experts=int(map_LP.max()) + 1,
+        num_experts=num_experts,
         width=len(map_LP),
     )
     if not per_token:
@@ -109,9 +110,9 @@ def _detail(file: Path, content: dict[str, Any], token_ids: bool) -> Dump:
     elif not token_ids:
         dump.note("token ids are left out; --token-ids records them")
     dump.note("one rank's share: SGLang dumps a file a rank")
-    if map_LP.shape[1] > dump.num_experts:  # type: ignore[operator]
+    if map_LP.shape[1] > num_experts:
         dump.note(
-            f"{map_LP.shape[1]} physical experts are brought back to {dump.num_experts} logical ones by the last map; "
+            f"{map_LP.shape[1]} physical experts are brought back to {num_experts} logical ones by the last map; "
             "passes before a rebalance had another"
         )
     return dump
@@ -133,9 +134,7 @@ def _detail_pieces(
         if not isinstance(step, int) or isinstance(step, bool) or step < 0 or step < last:
             raise DumpError(file, f"{where} has forward_pass_id {step!r}, expected whole numbers that ascend")
         if record["rank"] != records[0]["rank"]:
-            raise DumpError(
-                file, f"{where} is of rank {record['rank']}, expected {records[0]['rank']}, one rank a file"
-            )
+            raise DumpError(file, f"{where} is of rank {record['rank']}, the first of {records[0]['rank']}")
         if step > last:
             seen, first, last = set(), 0, step
         if record["gatherer_key"] in seen:

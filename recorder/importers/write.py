@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -154,28 +155,32 @@ def _add_logits(sums: _Sums, logits_TE: np.ndarray, function: str | None) -> Non
 def _finish_step(writer: RunWriter, dump: Dump, contents: Contents, step: int | None, sums: dict[Place, _Sums]) -> None:
     if step is None:
         return
-    num_experts = contents.num_experts
     tokens = [of_place.tokens for of_place in sums.values() if of_place.tokens is not None]
     for place, of_place in sums.items():
-        tokens_here = of_place.tokens
-        complete = of_place.logit_tokens == tokens_here and tokens_here
-        probs = of_place.prob_sum_E if complete else None
         writer.log_layer_stats(
             step,
             phase=dump.phase,
             layer=contents.layers[place],
             router=contents.routers[place],
-            tokens=tokens_here,
+            tokens=of_place.tokens,
             load=of_place.load_E,
             gate_mass=None,
-            mean_prob=None if probs is None else probs / tokens_here,
             invalid=None,
-            router_entropy=None
-            if probs is None or num_experts < 2
-            else of_place.entropy_sum / tokens_here / math.log(num_experts),
-            z_loss=of_place.z_sum / tokens_here if complete and of_place.z_sum is not None else None,
+            **_means(of_place),
         )
     writer.log_step(step, phase=dump.phase, tokens=max(tokens) if tokens else None)
+
+
+def _means(sums: _Sums) -> dict[str, Any]:
+    """Means over the tokens, of what is there for every one of them."""
+    mean_prob_E, router_entropy, z_loss = None, None, None
+    if sums.tokens and sums.logit_tokens == sums.tokens:
+        z_loss = None if sums.z_sum is None else sums.z_sum / sums.tokens
+        if sums.prob_sum_E is not None:
+            mean_prob_E = sums.prob_sum_E / sums.tokens
+            if len(mean_prob_E) > 1:
+                router_entropy = sums.entropy_sum / sums.tokens / math.log(len(mean_prob_E))
+    return {"mean_prob": mean_prob_E, "router_entropy": router_entropy, "z_loss": z_loss}
 
 
 __all__ = ["DumpError", "write_run"]
