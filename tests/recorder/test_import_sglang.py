@@ -1,5 +1,6 @@
 """SGLang's expert-distribution dumps: counts, decisions and tokens come out as they went in; the rest is refused."""
 
+import json
 import pickle
 import zipfile
 
@@ -29,7 +30,7 @@ def config(tmp_path, **changes):
     values = {"model_type": "toy", "num_hidden_layers": 3, "n_routed_experts": 4, "num_experts_per_tok": 2}
     values |= {"first_k_dense_replace": 1, "moe_layer_freq": 1} | changes
     file = tmp_path / "config.json"
-    file.write_text(__import__("json").dumps(values))
+    file.write_text(json.dumps(values))
     return str(file)
 
 
