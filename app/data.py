@@ -273,8 +273,10 @@ def _layer_stats(path: Path, fingerprint: int, layer: int, phase: str, _run: Run
     num_experts = description.get("num_experts") or max((len(load) for load in frame["load"].dropna()), default=0)
     tokens_S = _column(frame, "tokens")
     load_SE = _counts(_matrix(frame["load"], num_experts))
-    # A foreign writer may leave k out; the loads tell it.
-    top_k = description.get("top_k") or round(load_SE.sum() / max(np.nansum(tokens_S), 1)) or 1
+    # A foreign writer may leave k out; the loads tell it. Without tokens either (an imported dump of counts), 1 gives
+    # the widest bounds.
+    routed = np.nansum(tokens_S)
+    top_k = description.get("top_k") or (round(load_SE.sum() / routed) if routed else 1) or 1
     bias_SE = _matrix(frame["expert_bias"], num_experts)
     return LayerStats(
         layer=layer,
