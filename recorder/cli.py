@@ -256,6 +256,8 @@ def import_(
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"importing {file} failed: {error}", FAILED) from None
+    except KeyboardInterrupt:
+        raise CommandError("cancelled; nothing was imported", CANCELLED) from None
     print(path)
 
 
@@ -299,6 +301,7 @@ def summary(
     window: Annotated[
         int, typer.Option(min=1, help="Over how many of the last recorded steps.")
     ] = 50,  # metrics.WINDOW, which would load numpy for every command
+    phase: Annotated[str, typer.Option(help="train | probe | eval | generate.")] = "train",
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
 ) -> None:
     """Final losses and per-layer metrics of a run."""
@@ -306,7 +309,7 @@ def summary(
 
     opened = _open_run(run)
     try:
-        result = summarise(opened, window=window)
+        result = summarise(opened, window=window, phase=phase)
     except (OSError, ValueError) as error:
         raise CommandError(f"{opened.path}: {error}", FAILED) from None
     _warn_of_problems(opened)
@@ -314,7 +317,8 @@ def summary(
         _print_json(result)
         return
     print(f"{result['name']} ({result['run_id']}), {result['status']}, last step {result['last_step']}")
-    print(f"means over the last {result['steps']} recorded training steps:")
+    of_phase = "training steps" if phase == "train" else f"steps of phase {phase}"
+    print(f"means over the last {result['steps']} recorded {of_phase}:")
     _print_table(list(result["losses"]), [list(result["losses"].values())])
     columns = ["layer", "num_experts", "top_k", "max_violation", "max_violation_window", "load_entropy"]
     columns += ["router_entropy", "dead_experts", "idle_experts", "gini", "drop_rate", "aux_loss"]

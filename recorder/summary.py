@@ -15,8 +15,8 @@ from recorder.schema import lists_to_matrix
 _LOSSES = ("loss", "ce_loss", "aux_loss", "z_loss")
 
 
-def summarise(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
-    """Losses and per-layer metrics over the last `window` recorded steps of phase train.
+def summarise(run: Run, window: int = metrics.WINDOW, phase: str = "train") -> dict[str, Any]:
+    """Losses and per-layer metrics over the last `window` recorded steps of a phase.
 
     Means of per-step values, steps where a metric is undefined left out; but max_violation_window, dead_experts and
     idle_experts (dead ones included) are of the loads summed over the window. A loss that is not finite somewhere in
@@ -25,28 +25,30 @@ def summarise(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
     Args:
         run: finished or running, with or without steps.
         window: recorded steps, at least 1.
+        phase: train, probe, eval or generate.
 
     Returns:
-        {run_id, name, status, last_step, window, steps, losses: {loss, ce_loss, aux_loss, z_loss}, layers: [{layer,
-        router, num_experts, top_k, tokens, max_violation, max_violation_window, load_cv, load_entropy,
+        {run_id, name, status, last_step, window, phase, steps, losses: {loss, ce_loss, aux_loss, z_loss}, layers:
+        [{layer, router, num_experts, top_k, tokens, max_violation, max_violation_window, load_cv, load_entropy,
         router_entropy, dead_experts, idle_experts, gini, drop_rate, aux_loss, dead_ids, idle_ids}]}; steps says how
         many the window holds, tokens is a mean per step.
 
     Raises:
-        ValueError: window below 1.
+        ValueError: window below 1, or an unknown phase.
     """
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
-    steps = run.steps(phase="train").tail(window)
+    steps = run.steps(phase=phase).tail(window)
     return {
         "run_id": run.run_id,
         "name": run.name,
         "status": run.status,
         "last_step": run.last_step,
         "window": window,
+        "phase": phase,
         "steps": len(steps),
         "losses": {name: _loss(steps[name]) for name in _LOSSES},
-        "layers": [_layer(run, layer, router, window) for layer, router in _routers(run)],
+        "layers": [_layer(run, layer, router, window, phase) for layer, router in _routers(run, phase)],
     }
 
 
@@ -81,17 +83,17 @@ def run_row(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
     }
 
 
-def _routers(run: Run) -> list[tuple[int, int | None]]:
+def _routers(run: Run, phase: str) -> list[tuple[int, int | None]]:
     """(layer, router) of every router, from the manifest or, where that names none, from the rows."""
     named = [(layer["index"], layer.get("router")) for layer in run.moe_layers if layer.get("index") is not None]
     if named:
         return named
-    pairs = run.layer_stats(phase="train")[["layer", "router"]].drop_duplicates().sort_values(["layer", "router"])
+    pairs = run.layer_stats(phase=phase)[["layer", "router"]].drop_duplicates().sort_values(["layer", "router"])
     return [(int(layer), int(router)) for layer, router in pairs.itertuples(index=False)]
 
 
-def _layer(run: Run, layer: int, router: int | None, window: int) -> dict[str, Any]:
-    rows = run.layer_stats(layer, phase="train", router=router).tail(window)
+def _layer(run: Run, layer: int, router: int | None, window: int, phase: str) -> dict[str, Any]:
+    rows = run.layer_stats(layer, phase=phase, router=router).tail(window)
     known = [item for item in run.moe_layers if item.get("index") == layer and router in (None, item.get("router"))]
     num_experts = known[0].get("num_experts") if known else None
     top_k = known[0].get("top_k") if known else None

@@ -12,6 +12,9 @@ from recorder.importers.dump import LAYERS, Counts, Decisions, Dump, DumpError, 
 from recorder.importers.megatron import DECODER
 from recorder.importers.models import ModelShape
 
+#: More than any model has: beyond these an array has its axes in another order, or is no routing.
+_MOST_EXPERTS, _MOST_LAYERS = 1 << 16, 1 << 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
@@ -46,9 +49,13 @@ def scan(dump: Dump, shape: ModelShape | None) -> Contents:
             used = max(used, int(columns[-1]) + 1 if len(columns) else 0)
             highest = max(highest, int(ids_TK.max(initial=-1)))
             seen[piece.place] = bool(len(columns)) or seen.get(piece.place, False)
+    if len(seen) > _MOST_LAYERS:
+        raise DumpError(dump.file, f"has {len(seen)} layers, expected at most {_MOST_LAYERS}")
     active = sorted(place for place, found in seen.items() if found)
     if first_step is None or not active:
         raise DumpError(dump.file, "holds no assignment of a token to an expert")
+    if max(highest + 1, dump.num_experts or 0, shape.num_experts if shape else 0) > _MOST_EXPERTS:
+        raise DumpError(dump.file, f"has experts beyond number {_MOST_EXPERTS - 1}, expected ids of experts")
     top_k = (dump.top_k or used) if width is not None else None
     return Contents(
         layers=_number(dump, shape, active, list(seen)),

@@ -131,7 +131,7 @@ def _detail_pieces(
             found = _listed(record) if isinstance(record, dict) else type(record).__name__
             raise DumpError(file, f"{where} has {found}, expected {_listed(expected)} as in the first")
         step = record["forward_pass_id"]
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0 or step < last:
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**63 or step < last:
             raise DumpError(file, f"{where} has forward_pass_id {step!r}, expected whole numbers that ascend")
         if record["rank"] != records[0]["rank"]:
             raise DumpError(file, f"{where} is of rank {record['rank']}, the first of {records[0]['rank']}")

@@ -9,7 +9,7 @@ import pytest
 from recorder.importers import import_dump
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recorder"))
-import sglang_dumps as dumps  # noqa: E402  (fabricated dumps, shared with the importers' own tests)
+import sglang_dumps as dumps
 
 PAGES = ("overview", "replay", "tokens", "compare", "layouts", "runs")
 

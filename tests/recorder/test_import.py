@@ -1,8 +1,10 @@
 """`routescope import` as a person runs it, and what all importers share: nothing overwritten, nothing left half."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 
 import numpy as np
@@ -10,11 +12,12 @@ import pytest
 import sglang_dumps as dumps
 
 from recorder import importers
-from recorder.importers import import_dump
+from recorder.importers import DumpError, import_dump
 from recorder.importers.models import model_shape
 from recorder.importers.scan import scan
 from recorder.reader import Run, list_runs
 from recorder.summary import run_row, summarise
+from recorder.writer import RunWriter
 
 
 def command(*arguments):
@@ -103,6 +106,66 @@ def test_summaries_take_nulls(tmp_path):
         assert layer["router_entropy"] is None
         assert layer["drop_rate"] is None
         assert layer["dead_experts"] == 0
+
+
+def test_a_summary_of_another_phase(tmp_path):
+    run = Run(import_dump("sglang", dumps.stat(tmp_path / "a.pt"), tmp_path / "runs"))
+    summary = summarise(run, phase="generate")
+    assert (summary["phase"], summary["steps"]) == ("generate", 2)
+    assert summary["layers"][0]["max_violation"] == 0  # the first layer's counts are even
+    assert summary["layers"][1]["max_violation"] == 0.5
+
+
+def test_ranks_without_weights_and_tokens_merge(tmp_path):
+    nothing = {"tokens": None, "gate_mass": None, "mean_prob": None, "invalid": None}
+    writers = [RunWriter(tmp_path / "run", rank=rank) for rank in range(2)]
+    for rank, writer in enumerate(writers):
+        writer.log_layer_stats(0, layer=0, router=0, load=np.array([1, rank]), **nothing)
+        writer.log_decisions(0, layer=0, router=0, experts_TK=np.array([[0], [rank]]), weights_TK=None)
+        writer.log_step(0, tokens=None)
+        writer.flush()
+        writer.log_decisions(1, layer=0, router=0, experts_TK=np.array([[1]]), weights_TK=np.array([[0.5]]))
+    for writer in reversed(writers):
+        writer.finalize()
+    run = Run(tmp_path / "run")
+    row = run.layer_stats(0).iloc[0]
+    assert list(row["load"]) == [2, 1]
+    assert row[["tokens", "gate_mass", "mean_prob", "invalid"]].isna().all()
+    assert run.steps()["tokens"].isna().all()
+    assert run.decisions(0, 0)["weights"].isna().all()
+    assert [list(weights) for weights in run.decisions(1, 0)["weights"]] == [[0.5], [0.5]]
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        (np.array([[[0, 2**31 - 1]]], np.int32), "beyond number 65535"),
+        (np.tile(np.array([0, 1], np.int32), (1, 5000, 1)), "has 5000 layers"),
+    ],
+)
+def test_what_no_model_has_is_refused(tmp_path, array, expected):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(DumpError, match=expected):
+        import_dump("vllm", tmp_path / "a.npy", tmp_path / "runs")
+
+
+def test_cancelled_imports_leave_nothing(tmp_path):
+    np.save(tmp_path / "a.npy", np.tile(np.arange(8, dtype=np.int16), (200_000, 6, 1)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recorder.cli", "import", "vllm", tmp_path / "a.npy", "--out", tmp_path / "runs"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 60
+    while not list((tmp_path / "runs").glob(".importing-*/*/run.json")):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert list_runs(tmp_path / "runs") == []
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 130
+    assert process.stderr.read() == "routescope: cancelled; nothing was imported\n"
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_published_models_by_name():
