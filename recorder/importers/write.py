@@ -18,6 +18,9 @@ from recorder.importers.scan import Contents, model_entry, scan
 from recorder.run_ids import new_run_id
 from recorder.writer import RunWriter
 
+#: Pieces between two flushes: one of a single token takes as much memory as one of hundreds.
+_FLUSH_PIECES = 5_000
+
 
 def write_run(dump: Dump, out: Path, *, shape: ModelShape | None = None, name: str = "") -> Path:
     """Write `dump` as a new run under `out` and return its folder. All of it or nothing: where that fails, no trace.
@@ -67,10 +70,12 @@ def _write(dump: Dump, contents: Contents, path: Path, shape: ModelShape | None,
     with RunWriter(path, manifest=manifest, flush_seconds=30.0) as writer:
         writer.update_manifest(recorded=writer.manifest["recorded"] | {"weights": None})
         step, sums = None, dict[Place, _Sums]()
-        for piece in dump.pieces():
+        for number, piece in enumerate(dump.pieces(), 1):
             if piece.step != step:
                 _finish_step(writer, dump, contents, step, sums)
                 step, sums = piece.step, {}
+            if number % _FLUSH_PIECES == 0:
+                writer.flush()
             if isinstance(piece, Tokens):
                 _log_tokens(writer, dump, piece)
             elif piece.place in contents.routers:
