@@ -158,8 +158,11 @@ def assemble(table: str, rows: list[pa.Table | dict[str, Any]], *, rank: int, se
             pa.array([row.get(name) for row in single], schema.field(name).type, from_pandas=False) for name in names
         ]
         pieces.append(pa.table(arrays, names=names))
-    schema = unify_schema(table, [piece.schema for piece in pieces])
-    whole = pa.concat_tables([conform(piece, schema) for piece in pieces])
+    alike: dict[pa.Schema, list[pa.Table]] = {}  # thousands of small pieces have a schema or two among them
+    for piece in pieces:
+        alike.setdefault(piece.schema, []).append(piece)
+    schema = unify_schema(table, list(alike))
+    whole = pa.concat_tables([conform(pa.concat_tables(group), schema) for group in alike.values()])
     for name, value in (("rank", rank), ("segment", segment)):
         column = pa.repeat(pa.scalar(value, pa.int32()), whole.num_rows)
         whole = whole.set_column(whole.schema.get_field_index(name), name, column)

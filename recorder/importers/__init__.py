@@ -1,5 +1,6 @@
 """Dumps of other systems -> a run. One module a format, `KINDS` names them; no torch until a `.pt` file is read."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ def import_dump(
     Args:
         kind: one of `KINDS`.
         file: the dump.
-        out: folder of runs, created where there is none; nothing in it is overwritten.
+        out: folder of runs on this machine, created where there is none; nothing in it is overwritten.
         model: a published model's name or a config.json, where the dump does not tell layers, E or k.
         name: of the run; by default the file's.
         phase: train, probe, eval or generate; by default train for Megatron, generate for the others.
@@ -48,13 +49,15 @@ def import_dump(
 
     Raises:
         DumpError: the dump is not understood, in one line; no run is left behind.
-        ValueError: an unknown kind, model or phase.
+        ValueError: an unknown kind, model or phase, or an address of an object store as out.
         OSError: the dump cannot be read, or the run not written.
     """
     if kind not in KINDS:
         raise ValueError(f"KIND must be one of {', '.join(KINDS)}, got {kind!r}")
     if phase is not None and phase not in PHASES:
         raise ValueError(f"--phase must be one of {', '.join(PHASES)}, got {phase!r}")
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(out)):
+        raise ValueError(f"--out must be a folder on this machine, got {str(out)!r}: copy the run there afterwards")
     file = Path(file)
     if not file.exists():
         raise DumpError(file, "there is no such file")

@@ -52,6 +52,10 @@ def test_the_path_is_printed_last_and_runs_pile_up(tmp_path):
         (["megatron", "a.pt"], "expected router_trace_rank*.jsonl"),
         (["sglang", "a.pt", "--model", "GPT-9"], "--model 'GPT-9' is no config.json and no name among Mixtral-8x7B"),
         (["sglang", "a.pt", "--model", "Mixtral-8x7B"], "a.pt: has 3 layers, Mixtral-8x7B has 32"),
+        (
+            ["sglang", "a.pt", "--out", "s3://bucket/runs"],
+            "--out must be a folder on this machine, got 's3:/bucket/runs'",
+        ),
         (["sglang", "a.pt", "--phase", "serving"], "--phase must be one of train, probe, eval, generate"),
     ],
 )
