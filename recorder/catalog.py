@@ -1,21 +1,23 @@
 """The parts of one table as a reader sees them: which count, which are bad, and their rows as one Arrow table."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from recorder import storage
 from recorder.parts import Footer, PartFile, list_parts, part_rank, read_footer
 from recorder.schema import conform, only, part_problem, unify_schema
+from recorder.storage import Place, StorageError
 
 #: Columns that an older writer may lack or leave null, and what that means.
 _DEFAULTS = {"phase": "train", "rank": 0, "segment": 0}
 _ATTEMPTS = 100
 _THREADS_FROM_BYTES = 1 << 20
+#: Such a failure to read tells nothing about the part: it has gone, or the object store cannot be reached.
+_NOT_THE_PARTS_FAULT = (FileNotFoundError, StorageError)
 
 Result = TypeVar("Result")
 
@@ -40,7 +42,7 @@ class TableReader:
         table: one of `schema.TABLES`.
     """
 
-    def __init__(self, folder: Path, table: str) -> None:
+    def __init__(self, folder: Place, table: str) -> None:
         self.folder = folder
         self.table = table
         self.files: dict[str, PartFile] = {}
@@ -158,21 +160,8 @@ class TableReader:
                     raise
 
     def _load_footers(self) -> None:
-        for file in self.files.values():
-            if file in self._footers or file in self._bad:
-                continue
-            try:
-                footer = read_footer(self.folder / file.name)
-            except FileNotFoundError:
-                raise
-            except (pa.ArrowException, OSError, ValueError) as error:
-                self._bad[file] = _first_line(error)
-                continue
-            reason = part_problem(self.table, footer.schema)
-            if reason is None:
-                self._footers[file] = footer
-            else:
-                self._bad[file] = reason
+        new = [file for file in self.files.values() if file not in self._footers and file not in self._bad]
+        storage.each(self.folder, self._load_footer, new)
         good = [file for file in self.files.values() if file in self._footers and file not in self._bad]
         replaced = frozenset[str]().union(*(self._footers[file].replaces for file in good))
         live: list[PartFile] = []
@@ -194,12 +183,26 @@ class TableReader:
         self._bad = {file: reason for file, reason in self._bad.items() if file.name not in replaced}
         self._live, self._schema = live, whole_schema
 
+    def _load_footer(self, file: PartFile) -> None:
+        try:
+            footer = read_footer(self.folder / file.name)
+        except _NOT_THE_PARTS_FAULT:
+            raise
+        except (pa.ArrowException, OSError, ValueError) as error:
+            self._bad[file] = _first_line(error)
+            return
+        reason = part_problem(self.table, footer.schema)
+        if reason is None:
+            self._footers[file] = footer
+        else:
+            self._bad[file] = reason
+
     def _read_whole(self) -> pa.Table:
         live = [file for file, _ in self.live()]
         joined, rows = self._joined
         if live[: len(joined)] != joined:  # some were replaced
             joined, rows = [], self._schema.empty_table()
-        pieces = [self._read(file, None, None) for file in live[len(joined) :]]
+        pieces = storage.each(self.folder, lambda file: self._read(file, None, None), live[len(joined) :])
         rows = pa.concat_tables([conform(piece, self._schema) for piece in (rows, *pieces)]).combine_chunks()
         self._joined = (live, rows)
         return _filled(rows)
@@ -208,12 +211,13 @@ class TableReader:
         filtered = phase is not None or any(value is not None for value in equals.values())
         live = self.live()
         schema = only(self._schema, columns)
-        pieces = [schema.empty_table()]
+        wanted: list[tuple[PartFile, list[int] | None]] = []
         for file, footer in live:
             groups = footer.groups.select(phase=phase, **equals) if filtered else None
             if groups is None or groups:
-                pieces.append(conform(self._read(file, groups, columns), schema))
-        rows = _filled(pa.concat_tables(pieces))
+                wanted.append((file, groups))
+        pieces = storage.each(self.folder, lambda part: self._read(*part, columns), wanted)
+        rows = _filled(pa.concat_tables([schema.empty_table(), *(conform(piece, schema) for piece in pieces)]))
         mask: Any = None
         for name, value in {"phase": phase, **equals}.items():
             if value is not None:
@@ -222,17 +226,17 @@ class TableReader:
         return rows if mask is None else rows.filter(mask)
 
     def _read(self, file: PartFile, groups: list[int] | None, columns: list[str] | None) -> pa.Table:
-        """Rows of one part; `groups` None = all. Opened by itself, so path parts like `run=007` are no columns."""
+        """Rows of one part; `groups` None = all."""
         try:
             footer = self._footers[file]
-            with pq.ParquetFile(self.folder / file.name, metadata=footer.metadata) as part:
+            with storage.parquet_file(self.folder / file.name, footer.metadata) as part:
                 if columns is not None:
                     columns = [name for name in columns if name in footer.schema.names]
                 threads = file.size > _THREADS_FROM_BYTES
                 if groups is None:
                     return part.read(columns, use_threads=threads)
                 return part.read_row_groups(groups, columns, use_threads=threads)
-        except FileNotFoundError:
+        except _NOT_THE_PARTS_FAULT:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
             self._bad[file] = _first_line(error)

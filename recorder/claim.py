@@ -1,14 +1,12 @@
 """Who may write into a run folder: create it, go on with it, or join it as another rank."""
 
-import contextlib
-from pathlib import Path
 from typing import Any
 
+from recorder import storage
 from recorder.manifest import (
     MANIFEST_NAME,
     RunExistsError,
     create_manifest,
-    folder_lock,
     library_versions,
     now,
     process_alive,
@@ -18,12 +16,13 @@ from recorder.manifest import (
 )
 from recorder.parts import list_parts, part_rank, remove_leftovers
 from recorder.schema import FORMAT_VERSION, TABLES
+from recorder.storage import Place
 
 #: What identifies a run and its present writer; no caller sets these once the run exists.
 FIXED_KEYS = ("format_version", "run_id", "created_at", "segment", "process")
 
 
-def create_run(path: Path, given: dict[str, Any], *, weights: str) -> dict[str, Any]:
+def create_run(path: Place, given: dict[str, Any], *, weights: str) -> dict[str, Any]:
     """Create the folder and its run.json; of two processes at once, one wins.
 
     Args:
@@ -83,7 +82,7 @@ def create_run(path: Path, given: dict[str, Any], *, weights: str) -> dict[str, 
     return manifest
 
 
-def resume_run(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+def resume_run(path: Place, given: dict[str, Any]) -> dict[str, Any]:
     """Take over a run as its next segment; of two processes at once, one wins.
 
     Args:
@@ -95,10 +94,11 @@ def resume_run(path: Path, given: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         RunExistsError: a live process on this machine still writes to it. A writer on another machine cannot be
-            seen from here; whoever resumes there must know that it is gone.
+            seen from here; whoever resumes there must know that it is gone. In an object store, which has no
+            locks, also another that resumes at the same moment, unless the two just miss each other.
         RunNotFoundError, RunUnreadableError: no run there, or none that can be read.
     """
-    with folder_lock(path) if path.is_dir() else contextlib.nullcontext():
+    with storage.lock(path):
         manifest = read_manifest(path)
         process, this = manifest.get("process"), this_process()
         # This very process may take over from a writer of its own that it has given up.
@@ -119,13 +119,13 @@ def resume_run(path: Path, given: dict[str, Any]) -> dict[str, Any]:
             "process": this,
             "segment": int(manifest.get("segment") or 0) + 1,
         }
-        replace_manifest(path, manifest)
+        replace_manifest(path, manifest, alone=True)
     for table in TABLES:
         remove_leftovers(path / table, 0)
     return manifest
 
 
-def join_run(path: Path, rank: int, *, resume: bool) -> dict[str, Any]:
+def join_run(path: Place, rank: int, *, resume: bool) -> dict[str, Any]:
     """Join the run that rank 0 has created or resumed, as another rank.
 
     Returns:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
@@ -22,6 +22,9 @@ from moe_core.recipe_catalog import RECIPES
 
 from .run_ids import new_run_id
 from .training.config import BALANCERS, DISPATCHERS, ROUTERS, TASKS, ToyConfig
+
+if TYPE_CHECKING:
+    from .storage import Place
 
 DONE, FAILED, WRONG_ARGUMENTS, CANCELLED = 0, 1, 2, 130
 RUNS_FOLDER = Path("runs")
@@ -145,7 +148,9 @@ def record(
     run_id: Annotated[
         str, typer.Option(help="Folder of the run under --out; made from name and time by default.")
     ] = "",
-    out: Annotated[Path, typer.Option(help="Folder that holds runs.")] = RUNS_FOLDER,
+    out: Annotated[
+        str, typer.Option(help="Folder that holds runs, or a URI such as s3://bucket/runs.", metavar="DIR")
+    ] = str(RUNS_FOLDER),
 ) -> None:
     """Train a small MoE model on real text, or on a toy regression, and record every routing decision."""
     options = {key: value for key, value in locals().items() if key in ToyConfig.__dataclass_fields__}
@@ -162,7 +167,7 @@ def record(
         config = ToyConfig.of(**options)
     except ValueError as error:
         raise CommandError(_as_options(str(error))) from None
-    run_path = _new_run_path(out, run_id, config.name or config.full_balancer)
+    run_path = _new_run_path(_place(out), run_id, config.name or config.full_balancer)
     _record(config, run_path)
 
 
@@ -171,7 +176,7 @@ def _typed(context: typer.Context, option: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _record(config: ToyConfig, run_path: Path) -> None:
+def _record(config: ToyConfig, run_path: Place) -> None:
     # SIGTERM (the dashboard's cancel) and Ctrl-C both end the run after the step that is under way
     stop: list[int] = []
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -217,7 +222,7 @@ def _record(config: ToyConfig, run_path: Path) -> None:
     print(run_path)
 
 
-def _new_run_path(out: Path, run_id: str, label: str) -> Path:
+def _new_run_path(out: Place, run_id: str, label: str) -> Place:
     if run_id:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", run_id):
             raise CommandError(f"--run-id {run_id!r} is not a plain folder name of letters, digits and . _ = + -")
@@ -263,18 +268,21 @@ def import_(
 
 @cli.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder that holds runs.")] = RUNS_FOLDER,
+    folder: Annotated[
+        str, typer.Argument(metavar="[DIR]", help="Folder that holds runs, or a URI such as s3://bucket/runs.")
+    ] = str(RUNS_FOLDER),
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
 ) -> None:
     """List the runs in a folder."""
     from .reader import Run, list_runs
     from .summary import run_row
 
-    if not folder.is_dir():
+    place = _place(folder)
+    if not place.is_dir():
         samples = "; the samples: routescope runs sample_runs" if Path("sample_runs").is_dir() else ""
-        raise CommandError(f"{folder} is not a folder; record a run with: routescope record{samples}")
+        raise CommandError(f"{_no_folder(place)}; record a run with: routescope record{samples}")
     rows: list[dict[str, Any]] = []
-    for info in list_runs(folder):
+    for info in list_runs(place):
         if info.status == "unreadable":
             _warn(str(info.error))
             continue
@@ -297,7 +305,7 @@ def runs(
 
 @cli.command()
 def summary(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path, or its id in runs/ or sample_runs/.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path or URI, or its id in runs/ or sample_runs/.")],
     window: Annotated[
         int, typer.Option(min=1, help="Over how many of the last recorded steps.")
     ] = 50,  # metrics.WINDOW, which would load numpy for every command
@@ -328,14 +336,15 @@ def summary(
 @cli.command()
 def app(
     folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of runs; runs/ and the samples by default.")
+        list[str] | None,
+        typer.Argument(metavar="[DIR]...", help="Folders of runs, or URIs; runs/ and the samples by default."),
     ] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the dashboard.")] = None,
 ) -> None:
     """Open the dashboard."""
-    for folder in folders or []:
-        if not folder.is_dir():
-            raise CommandError(f"{folder} is not a folder")
+    for place in map(_place, folders or []):
+        if not place.is_dir():
+            raise CommandError(_no_folder(place))
     spec = find_spec("app")
     if spec is None or not spec.submodule_search_locations:
         raise CommandError("the dashboard (package `app`) is not installed beside the recorder", FAILED)
@@ -343,7 +352,7 @@ def app(
     command = [sys.executable, "-m", "streamlit", "run", str(script)]
     if port is not None:
         command += ["--server.port", str(port)]
-    command += ["--", *(str(folder) for folder in folders or [])]
+    command += ["--", *(folders or [])]
     sys.stdout.flush()
     os.execv(sys.executable, command)
 
@@ -391,15 +400,34 @@ def _open_run(text: str) -> Any:
     """The run at a path, or with that id in the usual folders."""
     from .reader import Run, RunNotFoundError, RunUnreadableError
 
-    candidates = [Path(text), RUNS_FOLDER / text, Path("sample_runs") / text]
+    from .storage import is_remote
+
+    place = _place(text)
+    candidates = [place] if is_remote(place) else [place, RUNS_FOLDER / text, Path("sample_runs") / text]
     for path in candidates:
-        if (path / "run.json").exists():
+        if is_remote(path) or (path / "run.json").exists():
             try:
                 return Run(path)
             except (RunNotFoundError, RunUnreadableError) as error:
                 raise CommandError(str(error), FAILED) from None
     looked = ", ".join(str(path) for path in candidates)
     raise CommandError(f"no run {text!r}: no run.json in any of {looked}; see: routescope runs")
+
+
+def _place(text: str) -> Place:
+    """The folder, or the place in an object store, that a person typed."""
+    from .storage import locate
+
+    try:
+        return locate(text)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+
+
+def _no_folder(place: Place) -> str:
+    from .storage import ObjectPath
+
+    return f"{place}: {place.why_not()}" if isinstance(place, ObjectPath) else f"{place} is not a folder"
 
 
 def _warn(message: str) -> None:

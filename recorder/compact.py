@@ -1,11 +1,10 @@
 """Many small parts into few, such that a crash at any moment loses and doubles nothing."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from recorder import storage
 from recorder.parts import (
     Footer,
     list_parts,
@@ -17,13 +16,15 @@ from recorder.parts import (
     write_part,
 )
 from recorder.schema import conform, part_problem, unify_schema
+from recorder.storage import Place, StorageError
 
 #: A compacted part is made of parts of at most this many bytes in memory (as Parquet pages) and rows together.
 MAX_BYTES = 256 << 20
 MAX_ROWS = 4_000_000
+_THREADS_FROM_ROWS = 1 << 16
 
 
-def compact_table(folder: Path, table: str, rank: int, *, max_rows: int = MAX_ROWS) -> None:
+def compact_table(folder: Place, table: str, rank: int, *, max_rows: int = MAX_ROWS) -> None:
     """Join one rank's parts of a table into few.
 
     Each new part names in its footer the parts it replaces and everything those had replaced; it counts, and they
@@ -36,32 +37,37 @@ def compact_table(folder: Path, table: str, rank: int, *, max_rows: int = MAX_RO
         rank: whose parts.
         max_rows: rows a new part may hold; a single part that has more stays as it is.
     """
-    footers: dict[str, Footer] = {}
-    for name in list_parts(folder):
-        if part_rank(name) == rank:
-            try:
-                footer = read_footer(folder / name)
-            except (pa.ArrowException, OSError, ValueError):
-                continue
-            if part_problem(table, footer.schema) is None:
-                footers[name] = footer
+    mine = [name for name in list_parts(folder) if part_rank(name) == rank]
+    found = storage.each(folder, lambda name: _sound_footer(folder / name, table), mine)
+    footers = {name: footer for name, footer in zip(mine, found, strict=True) if footer is not None}
     replaced = frozenset[str]().union(*(footer.replaces for footer in footers.values()))
     remove_parts(folder, replaced)  # left by a crash between a rename and its deletions
     live = {name: footer for name, footer in footers.items() if name not in replaced}
     sequence = next_sequence(folder, rank)
     for batch in _batches(live, max_rows):
         schema = unify_schema(table, [live[name].schema for name in batch])
-        rows = pa.concat_tables([conform(_read(folder / name), schema) for name in batch])
+        pieces = storage.each(folder, lambda name: _read(folder / name), batch)
+        rows = pa.concat_tables([conform(piece, schema) for piece in pieces])
         gone = frozenset(batch).union(*(live[name].replaces for name in batch))
         write_part(folder / part_name(rank, sequence), table, rows, replaces=gone)
         sequence += 1
         remove_parts(folder, gone)
 
 
-def _read(path: Path) -> pa.Table:
-    # The file itself, never a data set: path parts such as `run=007` are no columns.
-    with pq.ParquetFile(path) as file:
-        return file.read(use_threads=path.stat().st_size > 1 << 20)
+def _sound_footer(path: Place, table: str) -> Footer | None:
+    """The footer of a part of this table; None where the file is no such thing."""
+    try:
+        footer = read_footer(path)
+    except StorageError:  # says nothing about the part
+        raise
+    except (pa.ArrowException, OSError, ValueError):
+        return None
+    return footer if part_problem(table, footer.schema) is None else None
+
+
+def _read(path: Place) -> pa.Table:
+    with storage.parquet_file(path) as file:
+        return file.read(use_threads=file.metadata.num_rows > _THREADS_FROM_ROWS)
 
 
 def _batches(live: dict[str, Footer], max_rows: int) -> Iterable[list[str]]:

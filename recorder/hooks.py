@@ -55,7 +55,8 @@ class RoutingRecorder:
                     optimizer.zero_grad()
                     recorder.log(loss=loss)
 
-    name: shown in the dashboard (default: the folder's name). config: the full training configuration, kept in
+    out: a local folder, or a URI such as s3://bucket/runs/mine. name: shown in the dashboard (default: the folder's
+    name). config: the full training configuration, kept in
     the manifest; its "balancer" and "seed" are shown with the run. domains: names that `step(domains=...)` may
     use. decisions_every: record the decisions of every n-th training step; other phases record all of theirs.
     writer_options: passed on to RunWriter (flush_seconds, flush_rows, flush_steps, full_weights).
@@ -83,7 +84,7 @@ class RoutingRecorder:
         self.writer = RunWriter(
             out,
             manifest={
-                "name": name if name is not None else Path(out).name,
+                "name": name,
                 "source": source,
                 "seed": config.get("seed"),
                 "config": config,

@@ -1,28 +1,21 @@
 """`run.json`: created exclusively, replaced atomically, read with one clear line when it is unusable."""
 
-import contextlib
 import json
 import math
 import os
 import platform
 import time
-import uuid
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+from recorder import storage
 from recorder.manifest_shape import check_manifest
 from recorder.schema import FORMAT_VERSION
-
-try:
-    import fcntl
-except ImportError:  # no such locks on Windows, where two resumes at once are not guarded
-    fcntl = None  # type: ignore[assignment]
+from recorder.storage import Place, StorageError
 
 MANIFEST_NAME = "run.json"
 STATUSES = ("running", "finished", "cancelled", "failed")
@@ -136,19 +129,21 @@ def heartbeat_age(manifest: dict[str, Any]) -> float:
     return time.time() - heartbeat.timestamp()
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Place) -> dict[str, Any]:
     """The manifest of the run folder `path`.
 
     Raises:
         RunNotFoundError: no folder, or no run.json in it.
+        StorageError: the object store cannot be reached or refuses.
         RunUnreadableError: run.json is not JSON, no manifest, or of a newer format.
     """
     file = path / MANIFEST_NAME
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
-        what = f"it holds no {MANIFEST_NAME}" if path.is_dir() else "there is no such folder"
-        raise RunNotFoundError(f"no run at {path}: {what}") from None
+        raise RunNotFoundError(f"no run at {path}: {_what_is_missing(path)}") from None
+    except StorageError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise RunUnreadableError(f"{file} cannot be read: {error}") from None
     try:
@@ -168,70 +163,44 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def create_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Write run.json only if there is none: of two processes at once, one wins.
+def create_manifest(path: Place, manifest: dict[str, Any]) -> None:
+    """Write run.json only if there is none: of two processes at once, one wins (see `storage.create`).
 
     Raises:
         RunExistsError: there is one already.
     """
-    file = path / MANIFEST_NAME
-    temporary = _write_temporary(file, manifest)
     try:
-        try:
-            os.link(temporary, file)  # fails if the name is taken, and the content is complete at once
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
-            with file.open("x", encoding="utf-8") as target:
-                target.write(temporary.read_text(encoding="utf-8"))
-                target.flush()
-                os.fsync(target.fileno())
+        storage.create(path / MANIFEST_NAME, _as_bytes(manifest))
     except FileExistsError:
         raise RunExistsError(f"{path} already holds a run; resume it or choose another folder") from None
-    finally:
-        temporary.unlink()
-    fsync_folder(path)
 
 
-def replace_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Replace run.json atomically: a reader sees the old or the new one, never a part."""
+def replace_manifest(path: Place, manifest: dict[str, Any], *, alone: bool = False) -> None:
+    """Replace run.json atomically: a reader sees the old or the new one, never a part.
+
+    Args:
+        path: the run's folder.
+        manifest: what it shall hold.
+        alone: look whether another process did the same at that moment, where no lock keeps it from that.
+
+    Raises:
+        RunExistsError: it did, after us.
+    """
+    content = _as_bytes(manifest)
     file = path / MANIFEST_NAME
-    temporary = _write_temporary(file, manifest)
-    temporary.replace(file)
-    fsync_folder(path)
+    storage.write(file, lambda target: target.write(content))
+    if alone:
+        try:
+            storage.check_mine(file, content)
+        except FileExistsError:
+            raise RunExistsError(f"{path} is being written by another process") from None
 
 
-def fsync_folder(path: Path) -> None:
-    """Make renames within a folder durable (where the platform can open folders)."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _what_is_missing(path: Place) -> str:
+    if path.is_dir():
+        return f"it holds no {MANIFEST_NAME}"
+    return path.why_not() if isinstance(path, storage.ObjectPath) else "there is no such folder"
 
 
-@contextlib.contextmanager
-def folder_lock(path: Path) -> Iterator[None]:
-    """Hold the run folder for a moment against other processes; the system frees it if the holder dies."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: go on unguarded
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _write_temporary(file: Path, manifest: dict[str, Any]) -> Path:
-    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
-    with temporary.open("w", encoding="utf-8") as target:
-        json.dump(plain(manifest), target, indent=1, allow_nan=False)
-        target.write("\n")
-        target.flush()
-        os.fsync(target.fileno())
-    return temporary
+def _as_bytes(manifest: dict[str, Any]) -> bytes:
+    return f"{json.dumps(plain(manifest), indent=1, allow_nan=False)}\n".encode()

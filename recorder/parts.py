@@ -5,20 +5,19 @@ leaves them out, whether they are still there or not. So no moment exists at whi
 """
 
 import json
-import os
 import re
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recorder.manifest import fsync_folder
+from recorder import storage
+from recorder.storage import Place
 
 PART_NAME = re.compile(r"part-r(\d{5,})-(\d{6,})\.parquet")
 _REPLACES_KEY = b"routescope.replaces"
@@ -118,39 +117,35 @@ def part_rank(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def next_sequence(folder: Path, rank: int) -> int:
+def next_sequence(folder: Place, rank: int) -> int:
     """The first number above every part of this rank. Numbers are never used twice: a part may name another as
     replaced long after that one is gone."""
-    matches = (PART_NAME.fullmatch(name) for name in _names(folder))
+    matches = (PART_NAME.fullmatch(name) for name in storage.names(folder))
     return max((int(match.group(2)) for match in matches if match and int(match.group(1)) == rank), default=-1) + 1
 
 
-def list_parts(folder: Path) -> dict[str, PartFile]:
-    """The part files of a table's folder, by name, in order of rank and sequence; empty without a folder.
-
-    A listing is no snapshot: while a compaction renames one file in and others away, a single scan can miss both.
-    Two scans where nothing vanished between them cannot.
-    """
-    before = _scan(folder)
-    while True:
-        after = _scan(folder)
-        if before.keys() <= after.keys():
-            return dict(sorted(after.items(), key=lambda item: _place(item[0])))
-        before = after
+def list_parts(folder: Place) -> dict[str, PartFile]:
+    """The part files of a table's folder, by name, in order of rank and sequence; empty without a folder."""
+    found = storage.snapshots(folder, ".parquet")
+    return {
+        name: PartFile(name=name, size=found[name].size, mtime_ns=found[name].mtime_ns)
+        for name in sorted(found, key=_place)
+    }
 
 
-def read_footer(path: Path) -> Footer:
+def read_footer(path: Place) -> Footer:
     """The footer of one part.
 
     Raises:
         FileNotFoundError: the part is gone (replaced meanwhile).
+        StorageError: the object store cannot be reached.
         pa.ArrowException, OSError, ValueError: it is no whole Parquet file.
     """
-    return Footer(pq.read_metadata(path))
+    return Footer(storage.parquet_metadata(path))
 
 
-def write_part(path: Path, table: str, rows: pa.Table, *, replaces: Iterable[str] = ()) -> None:
-    """Write one complete part: under a temporary name, synced, then renamed.
+def write_part(path: Place, table: str, rows: pa.Table, *, replaces: Iterable[str] = ()) -> None:
+    """Write one complete part, which is whole or not there: see `storage.write`.
 
     Args:
         path: the part's final path; its folder is created.
@@ -158,66 +153,39 @@ def write_part(path: Path, table: str, rows: pa.Table, *, replaces: Iterable[str
         rows: all rows of the part, with the columns of `table`.
         replaces: names of parts that this one replaces from the moment it has its name.
     """
-    if not path.parent.is_dir():
-        path.parent.mkdir(exist_ok=True)
-        fsync_folder(path.parent.parent)
+    storage.make_folder(path.parent)
     rows, starts = _arrange(table, rows)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     keys = [name for name in _KEY_COLUMNS if name in rows.column_names]
-    try:
-        with temporary.open("wb") as target:
-            # Statistics of the keys only: those of floats would hold NaN, and every one makes the footer longer.
-            with pq.ParquetWriter(
-                target, rows.schema, compression="zstd", write_statistics=keys, **_encodings(rows.schema)
-            ) as writer:
-                for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
-                    writer.write_table(rows.slice(start, stop - start), row_group_size=max(1, stop - start))
-                replaced = sorted(replaces)
-                if replaced:
-                    writer.add_key_value_metadata({_REPLACES_KEY: json.dumps(replaced).encode()})
-            target.flush()
-            os.fsync(target.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsync_folder(path.parent)
+    replaced = sorted(replaces)
+
+    def serialise(target: Any) -> None:
+        # Statistics of the keys only: those of floats would hold NaN, and every one makes the footer longer.
+        with pq.ParquetWriter(
+            target, rows.schema, compression="zstd", write_statistics=keys, **_encodings(rows.schema)
+        ) as writer:
+            for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
+                writer.write_table(rows.slice(start, stop - start), row_group_size=max(1, stop - start))
+            if replaced:
+                writer.add_key_value_metadata({_REPLACES_KEY: json.dumps(replaced).encode()})
+
+    storage.write(path, serialise)
 
 
-def remove_parts(folder: Path, names: Iterable[str]) -> None:
-    """Delete replaced parts; one that cannot be deleted (open elsewhere on Windows) stays, and stays ignored."""
-    for name in sorted(names):
-        try:
-            (folder / name).unlink(missing_ok=True)
-        except PermissionError:
-            continue
+def remove_parts(folder: Place, names: Iterable[str]) -> None:
+    """Delete replaced parts; one that cannot be deleted stays, and stays ignored."""
+    storage.remove(folder, names)
 
 
-def remove_leftovers(folder: Path, rank: int) -> None:
-    """Delete what a killed writer of this rank left half-done: temporary files."""
-    for name in _names(folder):
-        if name.startswith(".part-") and name.endswith(".tmp") and part_rank(name[1:].rsplit(".", 2)[0]) == rank:
-            (folder / name).unlink(missing_ok=True)
-
-
-def _names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 (names are all that is wanted)
-
-
-def _scan(folder: Path) -> dict[str, PartFile]:
-    found: dict[str, PartFile] = {}
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(".parquet") and not entry.name.startswith((".", "_")):
-                    try:
-                        stat = entry.stat()
-                    except FileNotFoundError:
-                        continue
-                    found[entry.name] = PartFile(name=entry.name, size=stat.st_size, mtime_ns=stat.st_mtime_ns)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    return found
+def remove_leftovers(folder: Place, rank: int) -> None:
+    """Delete what a killed writer of this rank left half-done: temporary files. An object store knows none."""
+    if storage.is_remote(folder):
+        return
+    leftovers = [
+        name
+        for name in storage.names(folder)
+        if name.startswith(".part-") and name.endswith(".tmp") and part_rank(name[1:].rsplit(".", 2)[0]) == rank
+    ]
+    storage.remove(folder, leftovers)
 
 
 def _place(name: str) -> tuple[int, int, str]:

@@ -3,6 +3,7 @@
 Shapes: E experts, K top-k, T tokens.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recorder import merge
+from recorder import merge, storage
 from recorder.catalog import TableReader
 from recorder.listing import RunInfo, list_runs
 from recorder.manifest import (
@@ -53,23 +54,25 @@ class Run:
     What has been read is kept until `refresh`, so calls may be repeated freely; frames are the caller's own.
 
     Args:
-        path: the run's folder.
+        path: the run's folder, or its URI in an object store.
 
     Attributes:
-        path: the folder.
+        path: the folder, as a Path or a `storage.ObjectPath`.
         manifest: the content of run.json.
         fingerprint: hashable identity of run.json and all part files, for caches.
 
     Raises:
         RunNotFoundError: no run at this path.
         RunUnreadableError: its run.json cannot be used.
+        StorageError: the object store cannot be reached; so from every method that reads.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._manifest_stat: tuple[int, int] = (0, 0)
+        self.path = storage.locate(path)
+        self._manifest_stamp: Hashable = None
         self.manifest: dict[str, Any] = self._read_manifest()
-        self._tables = {table: TableReader(self.path / table, table) for table in TABLES}
+        readers = storage.each(self.path, lambda table: TableReader(self.path / table, table), TABLES)
+        self._tables = dict(zip(TABLES, readers, strict=True))
         self.fingerprint: Hashable = self._identity()
         self._kept: dict[Hashable, Any] = {}
         self._layers: OrderedDict[Hashable, pa.Table] = OrderedDict()
@@ -149,8 +152,7 @@ class Run:
             RunNotFoundError, RunUnreadableError: the run has gone or broken since.
         """
         self.manifest = self._read_manifest()
-        for table in TABLES:
-            self._tables[table].relist()
+        storage.each(self.path, TableReader.relist, self._tables.values())
         fingerprint = self._identity()
         changed = fingerprint != self.fingerprint
         self.fingerprint = fingerprint
@@ -346,11 +348,11 @@ class Run:
         return frame.copy(deep=False)  # copy-on-write keeps the kept one as it is
 
     def _read_manifest(self) -> dict[str, Any]:
-        file = self.path / MANIFEST_NAME
         # Before reading: if the file is replaced in between, the next refresh sees that.
-        stat = file.stat() if file.is_file() else None
-        self._manifest_stat = (stat.st_mtime_ns, stat.st_size) if stat else (0, 0)
-        return read_manifest(self.path)
+        stamp = storage.stamp(self.path / MANIFEST_NAME)
+        manifest = read_manifest(self.path)
+        self._manifest_stamp = json.dumps(manifest) if stamp is None else stamp
+        return manifest
 
     def _identity(self) -> Hashable:
         parts = tuple(
@@ -358,7 +360,7 @@ class Run:
             for table in TABLES
             for file in self._tables[table].files.values()
         )
-        return (str(self.path), *self._manifest_stat, parts)
+        return (str(self.path), self._manifest_stamp, parts)
 
 
 def _to_pandas(rows: pa.Table) -> pd.DataFrame:

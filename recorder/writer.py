@@ -5,7 +5,9 @@ Shapes: E experts, K top-k, T tokens.
 
 import copy
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,11 +15,18 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 
-from recorder import buffers, claim
+from recorder import buffers, claim, storage
 from recorder.compact import compact_table
 from recorder.manifest import STATUSES, RunExistsError, RunNotFoundError, now, plain, replace_manifest
 from recorder.parts import next_sequence, part_name, write_part
 from recorder.schema import TABLES
+from recorder.storage import StorageError
+
+#: Most seconds between two flushes. Each is a handful of requests to an object store, and of objects to read back.
+FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
+#: While an object store cannot be reached, up to so many times `flush_rows` wait for it.
+_MOST_WAITING = 10
+_LAST_ATTEMPTS = 3
 
 #: `steps` last: a step that a reader finds there has its other rows already.
 _FLUSH_ORDER = ("tokens", "decisions", "layer_stats", "events", "steps")
@@ -30,14 +39,18 @@ class RunWriter:
     wait, or every `flush_steps` calls of `log_step`. The time is looked at between steps where that is possible, so
     that a part holds whole steps. A process killed at any moment loses only the rows still buffered.
 
+    In an object store, a flush that was due and failed is warned of once, and repeated after `flush_seconds`; until
+    then its rows wait, up to ten times `flush_rows` of them. How often that happened becomes an event of the run.
+
     Args:
-        path: the run's own folder; created, with its parents.
+        path: the run's own folder; created, with its parents. Or a URI in an object store: see `storage.locate`.
         manifest: values for `run.json` (config, model, domains, ...); the rest is filled in. On resume they replace
             the values there. `run_id` is the folder's name unless given.
         rank: this process's rank. Ranks above 0 join the folder that rank 0 has created (call after a barrier) and
             write parts only.
         resume: go on with an existing run, as its next segment.
-        flush_seconds: most seconds between two flushes while rows arrive.
+        flush_seconds: most seconds between two flushes while rows arrive; None = 1 on local disks, 5 in an object
+            store.
         flush_rows: most rows buffered, all tables together.
         flush_steps: steps between two flushes; None = by time and rows only.
         full_weights: keep all 23 mantissa bits of the gate weights instead of 10.
@@ -45,7 +58,8 @@ class RunWriter:
     Raises:
         RunExistsError: the folder holds a run already; or, on resume, a live process still writes to it.
         RunNotFoundError: resume, or a rank above 0, without a run there.
-        ValueError: a flush setting out of range.
+        ValueError: a flush setting out of range, or a URI that cannot be used.
+        StorageError: the object store cannot be reached or refuses; from `flush` and `finalize` too.
     """
 
     def __init__(
@@ -55,20 +69,22 @@ class RunWriter:
         manifest: dict[str, Any] | None = None,
         rank: int = 0,
         resume: bool = False,
-        flush_seconds: float = 1.0,
+        flush_seconds: float | None = None,
         flush_rows: int = 200_000,
         flush_steps: int | None = None,
         full_weights: bool = False,
     ) -> None:
         if rank < 0:
             raise ValueError(f"rank must be at least 0, got {rank}")
+        self.path = storage.locate(path)
+        if flush_seconds is None:
+            flush_seconds = REMOTE_FLUSH_SECONDS if storage.is_remote(self.path) else FLUSH_SECONDS
         if not flush_seconds >= 0:
             raise ValueError(f"flush_seconds must be at least 0, got {flush_seconds}")
         if flush_rows < 1:
             raise ValueError(f"flush_rows must be at least 1, got {flush_rows}")
         if flush_steps is not None and flush_steps < 1:
             raise ValueError(f"flush_steps must be at least 1 or None, got {flush_steps}")
-        self.path = Path(path)
         self.rank = rank
         self._flush_seconds = flush_seconds
         self._flush_rows = flush_rows
@@ -90,6 +106,7 @@ class RunWriter:
         self._logged: set[tuple[int, str]] = set()  # of this segment
         self._greatest_step = -1  # of this segment
         self._flushed_at = self._beat_at = time.monotonic()
+        self._failed_flushes = 0
         self._closed = False
         self._sequence = {table: next_sequence(self.path / table, rank) for table in TABLES}
 
@@ -158,7 +175,7 @@ class RunWriter:
         self._steps_since_flush += 1
         by_steps = self._flush_steps is not None and self._steps_since_flush >= self._flush_steps
         if by_steps or time.monotonic() - self._flushed_at >= self._flush_seconds:
-            self.flush()
+            self._flush_due()
 
     def check_new_step(self, step: int, phase: str) -> None:
         """Raise ValueError where `log_step` has had this step of this phase in this segment."""
@@ -314,7 +331,7 @@ class RunWriter:
         row = {"step": buffers.key(step, "train")["step"], "kind": str(kind), "message": str(message)}
         self._add("events", None, row, 1)
         if time.monotonic() - self._flushed_at >= self._flush_seconds:
-            self.flush()
+            self._flush_due()
 
     def update_manifest(self, **changes: Any) -> None:
         """Replace values of `run.json`, atomically.
@@ -369,13 +386,13 @@ class RunWriter:
         try:
             if self._resumed_pending:
                 self._log_resumed(self._manifest["last_step"] or 0)
-            self.flush()
+            self._patiently(self.flush)
             for table in TABLES:
-                compact_table(self.path / table, table, self.rank)
+                self._patiently(partial(compact_table, self.path / table, table, self.rank))
         except OSError as problem:
             self._close("failed", error or f"could not write: {problem}")
             raise
-        self._close(status, error)
+        self._patiently(partial(self._close, status, error))
 
     def __enter__(self) -> Self:
         return self
@@ -405,7 +422,7 @@ class RunWriter:
         elapsed = time.monotonic() - self._flushed_at
         next_step = step is not None and self._buffered_step not in (None, step)
         if self._num_rows and elapsed >= self._flush_seconds and next_step:
-            self.flush()
+            self._flush_due()
         self._rows[table].append(rows)
         self._num_rows += count
         if step is not None:
@@ -413,9 +430,40 @@ class RunWriter:
             self._greatest_step = self._manifest["last_step"] = max(self._greatest_step, int(step))
         elapsed = time.monotonic() - self._flushed_at
         if self._num_rows >= self._flush_rows or elapsed >= 2 * self._flush_seconds:
-            self.flush()
+            self._flush_due()
         elif time.monotonic() - self._beat_at >= self._flush_seconds:
-            self._beat()
+            self._when_due(self._beat)
+
+    def _flush_due(self) -> None:
+        self._when_due(self.flush)
+
+    def _when_due(self, write: Callable[[], None]) -> None:
+        """Write because it is time to; an object store that fails is left alone until it is time again."""
+        if self._failed_flushes and time.monotonic() - self._flushed_at < self._flush_seconds:
+            return
+        try:
+            write()
+        except StorageError as problem:
+            self._flushed_at = self._beat_at = time.monotonic()
+            if self._num_rows >= _MOST_WAITING * self._flush_rows:
+                raise
+            if not self._failed_flushes:
+                warnings.warn(f"not written yet, will be tried again: {problem}", RuntimeWarning, stacklevel=2)
+            self._failed_flushes += 1
+            return
+        if self._failed_flushes:
+            message = f"{self._failed_flushes} writes to {self.path} failed and were repeated"
+            self._failed_flushes = 0
+            self.log_event(max(self._greatest_step, 0), "recorder_error", message)
+
+    def _patiently(self, write: Callable[[], None]) -> None:
+        """The last writes of a run: there is no later flush to repeat them, so wait for an object store a little."""
+        for _ in range(_LAST_ATTEMPTS - 1):
+            try:
+                return write()
+            except StorageError:
+                time.sleep(self._flush_seconds)
+        write()
 
     def _log_resumed(self, step: int) -> None:
         self._resumed_pending = False
