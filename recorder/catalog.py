@@ -72,7 +72,7 @@ class TableReader:
     def problems(self) -> list[str]:
         """One line for each part that cannot be read."""
         self.live()
-        return [f"{self.table}/{file.name}: {reason}" for file, reason in self._bad.items()]
+        return [f"{self.table}/{file.name}: {self._bad[file]}" for file in self.files.values() if file in self._bad]
 
     @property
     def size(self) -> int:

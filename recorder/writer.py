@@ -439,13 +439,15 @@ class RunWriter:
 
     def _when_due(self, write: Callable[[], None]) -> None:
         """Write because it is time to; an object store that fails is left alone until it is time again."""
-        if self._failed_flushes and time.monotonic() - self._flushed_at < self._flush_seconds:
+        too_many = self._num_rows >= _MOST_WAITING * self._flush_rows
+        patience = min(self._flush_seconds, REMOTE_FLUSH_SECONDS)
+        if self._failed_flushes and not too_many and time.monotonic() - self._flushed_at < patience:
             return
         try:
             write()
         except StorageError as problem:
             self._flushed_at = self._beat_at = time.monotonic()
-            if self._num_rows >= _MOST_WAITING * self._flush_rows:
+            if too_many:
                 raise
             if not self._failed_flushes:
                 warnings.warn(f"not written yet, will be tried again: {problem}", RuntimeWarning, stacklevel=2)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+
 
 import torch
 
 from moe_core.balancers import attach_balancers
 
 from ..hooks import RoutingRecorder
+from ..storage import Place
 from .config import ToyConfig
 from .language_model import LanguageModelTask
 from .regression import RegressionTask
@@ -30,7 +31,7 @@ def make_task(config: ToyConfig) -> Task:
 
 def train(
     config: ToyConfig,
-    out: Path,
+    out: Place,
     *,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
     on_report: Callable[[str], None] = lambda line: None,
