@@ -6,6 +6,7 @@ A `Run` is kept open and refreshed, so that a growing run never has its old part
 it, hence the lock around every read. Whatever is returned is a copy or cannot be written to.
 """
 
+import json
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from app.layer_stats import LayerStats
 from moe_core import metrics
 from moe_core.curves import downsample
 from recorder.reader import Run, RunInfo, list_runs
+from recorder.storage import ObjectPath, Place
 from recorder.summary import run_row, summarise
 
 T = TypeVar("T")
@@ -32,6 +34,7 @@ T = TypeVar("T")
 SPARK_POINTS = 60
 ROW_WINDOW = metrics.WINDOW  # recorded steps that a line of the table of runs is about, as in `run_row`
 _STALE_CHECK_S = 5.0  # how old the status of a run that says "running" may be in a listing
+_REMOTE_CHECK_S = 3.0  # how old may be what is known of an object store, where every look is a request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ class Listed:
 
     reference: str
     label: str
-    path: Path
+    path: Place
     read_only: bool
     info: RunInfo
 
@@ -61,12 +64,15 @@ def shown_folders() -> tuple[folders.Folder, ...]:
 def listed() -> list[Listed]:
     """The runs of the shown folders, in the order of `list_runs` (oldest first). Cheap where nothing changed."""
     shown = shown_folders()
-    paths = tuple(folder.path for folder in shown)
+    paths = tuple(folder.path for folder in shown if isinstance(folder.path, Path))
     stamps = tuple(_folder_stamp(path) for path in paths)
     infos = _infos(paths, stamps, 0)
     if any(info.status == "running" for info in infos):
         # Whether a run that says so is still running is a matter of its process, not of its files.
         infos = _infos(paths, stamps, int(time.monotonic() / _STALE_CHECK_S))
+    for folder in _remote_folders():
+        infos = infos + _stored_infos(folder)[0]
+    infos = sorted(infos, key=lambda info: str((info.manifest or {}).get("created_at") or ""))
     by_path = {info.path: info for info in infos}
     references = folders.references(list(by_path), shown)
     names = [by_path[path].name or path.name for path in references.values()]
@@ -81,6 +87,19 @@ def listed() -> list[Listed]:
         )
         for (reference, path), name in zip(references.items(), names, strict=True)
     ]
+
+
+def unreachable() -> list[str]:
+    """One line for each object store among the shown folders that holds nothing or cannot be asked."""
+    problems = (_stored_infos(folder)[1] for folder in _remote_folders())
+    return [problem for problem in problems if problem is not None]
+
+
+def is_run(folder: Place) -> bool:
+    """Whether a shown folder is no folder of runs but a run itself."""
+    if isinstance(folder, ObjectPath):
+        return any(info.path == folder for info in _stored_infos(folder)[0])
+    return (folder / "run.json").is_file()
 
 
 def find(reference: str | None) -> Listed | None:
@@ -99,7 +118,7 @@ def row(run: Listed) -> dict[str, Any]:
     loss_curve and violation_curve (at most 60 points each, finite values only; the worst layer's
     max_violation, extremes kept), trouble (what went wrong in the last 50 recorded train steps, None if nothing).
     """
-    line = dict(_row(run.path, _run_stamp(run.path)))
+    line = dict(_row(run.path, _run_stamp(run)))
     # Not of the cache: a process that dies changes no file.
     return line | {"reference": run.reference, "status": run.info.status, "error": run.info.error or line["error"]}
 
@@ -107,12 +126,15 @@ def row(run: Listed) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- what is in a run
 
 
-def open_run(path: Path) -> tuple[Run | None, str | None]:
+def open_run(path: Place) -> tuple[Run | None, str | None]:
     """The run at `path`, up to date, and None; or None and one line that says why it cannot be read."""
     with _lock(path):
         try:
             run = _run(path, _identity(path))
-            run.refresh()
+            if isinstance(path, ObjectPath):
+                _refresh(path, run)
+            else:
+                run.refresh()
         except (OSError, ValueError) as error:
             return None, " ".join(str(error).split())
         return run, None
@@ -221,18 +243,39 @@ def _infos(paths: tuple[Path, ...], stamps: Hashable, tick: int) -> list[RunInfo
     return list_runs(*paths)
 
 
+def _remote_folders() -> list[ObjectPath]:
+    return [folder.path for folder in shown_folders() if isinstance(folder.path, ObjectPath)]
+
+
+@st.cache_resource(max_entries=8, ttl=_REMOTE_CHECK_S, show_spinner=False)
+def _stored_infos(folder: ObjectPath) -> tuple[list[RunInfo], str | None]:
+    """The runs of a folder in an object store; and one line where it holds nothing or cannot be asked."""
+    try:
+        infos = list_runs(folder)
+        problem = None if infos or folder.is_dir() else f"{folder}: {folder.why_not()}"
+    except (OSError, ValueError) as error:
+        return [], " ".join(str(error).split())
+    return infos, problem
+
+
+@st.cache_resource(max_entries=64, ttl=_REMOTE_CHECK_S, show_spinner=False)
+def _refresh(path: ObjectPath, _run: Run) -> None:
+    """Look for new parts, once in a while: a page opens its run several times."""
+    _run.refresh()
+
+
 @st.cache_resource(max_entries=1000, show_spinner=False)
-def _lock(path: Path) -> threading.RLock:
+def _lock(path: Place) -> threading.RLock:
     return threading.RLock()
 
 
 @st.cache_resource(max_entries=32, show_spinner=False)
-def _run(path: Path, identity: Hashable) -> Run:
+def _run(path: Place, identity: Hashable) -> Run:
     return Run(path)
 
 
 @st.cache_resource(max_entries=1000, show_spinner=False)
-def _row(path: Path, stamp: Hashable) -> dict[str, Any]:
+def _row(path: Place, stamp: Hashable) -> dict[str, Any]:
     run, error = open_run(path)
     line: dict[str, Any] = {"run_id": path.name, "name": path.name, "path": str(path), "status": "unreadable"}
     line |= dict.fromkeys(
@@ -254,19 +297,19 @@ def _row(path: Path, stamp: Hashable) -> dict[str, Any]:
 
 
 @st.cache_data(max_entries=64, show_spinner=False)
-def _frame(path: Path, fingerprint: int, table: str, key: tuple[Any, ...], _read: Callable[[], T]) -> T:
+def _frame(path: Place, fingerprint: int, table: str, key: tuple[Any, ...], _read: Callable[[], T]) -> T:
     with _lock(path):
         return _read()
 
 
 @st.cache_resource(max_entries=64, show_spinner=False)
-def _decision_steps(path: Path, fingerprint: int, phase: str, _run: Run) -> np.ndarray:
+def _decision_steps(path: Place, fingerprint: int, phase: str, _run: Run) -> np.ndarray:
     with _lock(path):
         return _frozen(np.asarray(_run.decision_steps(phase), dtype=np.int64))
 
 
 @st.cache_resource(max_entries=128, show_spinner=False)
-def _layer_stats(path: Path, fingerprint: int, layer: int, phase: str, _run: Run) -> LayerStats:
+def _layer_stats(path: Place, fingerprint: int, layer: int, phase: str, _run: Run) -> LayerStats:
     description = _layer(_run, layer)
     with _lock(path):
         frame = _once(_run.layer_stats(layer, phase, router=description.get("router")), "step")
@@ -381,19 +424,28 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _key(run: Run) -> tuple[Path, int]:
+def _key(run: Run) -> tuple[Place, int]:
     # Not the fingerprint itself: Streamlit would walk through every part file of it at every call.
     return run.path, hash(run.fingerprint)
 
 
-def _identity(path: Path) -> Hashable:
+def _identity(path: Place) -> Hashable:
     # A folder that was deleted and recorded anew is another run, whatever it is called.
+    if isinstance(path, ObjectPath):
+        infos, _ = _stored_infos(path.parent)
+        return next(((info.manifest or {}).get("created_at") for info in infos if info.path == path), None)
     status = path.stat()
     return (status.st_dev, status.st_ino)
 
 
-def _run_stamp(path: Path) -> Hashable:
-    """Changes whenever a part or the manifest of a run does: part files are only ever added to a folder."""
+def _run_stamp(run: Listed) -> Hashable:
+    """Changes whenever a part or the manifest of a run does: part files are only ever added to a folder.
+
+    In an object store, where a folder has no time of change: the manifest, whose heartbeat follows every part.
+    """
+    path = run.path
+    if isinstance(path, ObjectPath):
+        return json.dumps(run.info.manifest)
     return tuple(_stat(path / name) for name in ("run.json", "steps", "layer_stats", "decisions", "tokens", "events"))
 
 

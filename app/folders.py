@@ -1,15 +1,19 @@
-"""Which folders of runs the dashboard shows, and how a run is named in a URL.
+"""Which folders of runs the dashboard shows, here or in an object store, and how a run is named in a URL.
 
 A run reference never becomes a path: it is looked up among the runs that were found by listing the shown
 folders, so that nothing outside them can be reached (`..`, absolute paths and links simply match nothing).
 """
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from recorder import storage
+from recorder.storage import ObjectPath, Place
 
 ENVIRONMENT = "ROUTESCOPE_DIRS"
 MAIN = Path(__file__).with_name("main.py")
@@ -20,12 +24,12 @@ SAMPLES = Path(__file__).resolve().parent.parent / "sample_runs"
 class Folder:
     """A folder whose children are runs.
 
-    path       absolute; need not exist yet
+    path       absolute, or in an object store; need not exist yet
     label      short and unique among the shown folders; prefix of a run reference where ids clash
     read_only  True where nothing may be recorded: the samples, and folders without write permission
     """
 
-    path: Path
+    path: Place
     label: str
     read_only: bool
 
@@ -39,9 +43,9 @@ def shown_folders(
 ) -> tuple[Folder, ...]:
     """The folders to show, in order, without repetition.
 
-    They are the DIRs given after `streamlit run app/main.py --`, else those in ROUTESCOPE_DIRS (separated as
-    in PATH), else `runs/` under the current directory and the checkout's `sample_runs/`. Where none of the
-    given ones can be written, `runs/` joins them: what is recorded must also be shown.
+    They are the DIRs and URIs given after `streamlit run app/main.py --`, else those in ROUTESCOPE_DIRS (separated
+    as in PATH), else `runs/` under the current directory and the checkout's `sample_runs/`. Where the dashboard
+    cannot record into any of the given ones, `runs/` joins them: what is recorded must also be shown.
 
     argv      sys.argv by default; its first entry must be app/main.py for the rest to count (under pytest it
               is not)
@@ -52,12 +56,12 @@ def shown_folders(
     cwd = Path.cwd() if cwd is None else cwd
     given = _given(argv, environ)
     own = cwd / "runs"
-    paths = [cwd / Path(text).expanduser() for text in given] or [
+    paths: list[Place] = [_place(text, cwd) for text in given] or [
         own,
         *([samples] if samples.is_dir() else []),
     ]
     unique = list(dict.fromkeys(path.resolve() for path in paths))
-    if all(_is_read_only(path, samples) for path in unique):
+    if all(isinstance(path, ObjectPath) or _is_read_only(path, samples) for path in unique):
         unique.append(own.resolve())
     labels = _unique_labels(unique)
     return tuple(
@@ -66,12 +70,17 @@ def shown_folders(
     )
 
 
+def recording_folders(folders: Iterable[Folder]) -> list[Path]:
+    """Where the dashboard can record: local folders, since its notes on a recording stand beside the run."""
+    return [folder.path for folder in folders if isinstance(folder.path, Path) and not folder.read_only]
+
+
 def recording_folder(folders: Iterable[Folder]) -> Path | None:
-    """Where a new recording goes: the first folder that can be written, None where there is none."""
-    return next((folder.path for folder in folders if not folder.read_only), None)
+    """Where a new recording goes: the first of `recording_folders`, None where there is none."""
+    return next(iter(recording_folders(folders)), None)
 
 
-def references(paths: Sequence[Path], folders: Sequence[Folder]) -> dict[str, Path]:
+def references(paths: Sequence[Place], folders: Sequence[Folder]) -> dict[str, Place]:
     """A reference for each run folder: its name, or `folder/name` where several shown folders hold that name.
 
     Keeps the order of `paths`, which are children of the shown folders; others are left out.
@@ -82,7 +91,7 @@ def references(paths: Sequence[Path], folders: Sequence[Folder]) -> dict[str, Pa
     return {path.name if count[path.name] == 1 else f"{label_of[path.parent]}/{path.name}": path for path in known}
 
 
-def resolve(reference: str, known: Mapping[str, Path]) -> str | None:
+def resolve(reference: str, known: Mapping[str, Place]) -> str | None:
     """The reference among `known` that a link means, or None.
 
     A bare name that has become ambiguous since the link was made means the first run of that name; a
@@ -100,17 +109,36 @@ def resolve(reference: str, known: Mapping[str, Path]) -> str | None:
 def _given(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     if argv and Path(argv[0]).name == MAIN.name and Path(argv[0]).resolve() == MAIN.resolve() and argv[1:]:
         return list(argv[1:])
-    return [text for text in environ.get(ENVIRONMENT, "").split(os.pathsep) if text]
+    return _split(environ.get(ENVIRONMENT, ""))
 
 
-def _is_read_only(path: Path, samples: Path) -> bool:
+def _split(text: str) -> list[str]:
+    """The places in a list as in PATH; a separator within a URI (s3://..., an endpoint's port) separates nothing."""
+    pieces: list[str] = []
+    for piece in text.split(os.pathsep):
+        is_port = re.match(r"\d+(?=[/&?]|$)", piece) is not None
+        if pieces and (piece.startswith("//") or (is_port and "://" in pieces[-1])):
+            pieces[-1] += os.pathsep + piece
+        else:
+            pieces.append(piece)
+    return [piece for piece in pieces if piece]
+
+
+def _place(text: str, cwd: Path) -> Place:
+    place = storage.locate(text)
+    return cwd / place.expanduser() if isinstance(place, Path) else place
+
+
+def _is_read_only(path: Place, samples: Path) -> bool:
+    if isinstance(path, ObjectPath):
+        return False
     if path == samples.resolve():
         return True
     nearest = next((candidate for candidate in (path, *path.parents) if candidate.exists()), path)
     return not (nearest.is_dir() and os.access(nearest, os.W_OK))
 
 
-def _unique_labels(paths: Sequence[Path]) -> list[str]:
+def _unique_labels(paths: Sequence[Place]) -> list[str]:
     labels: list[str] = []
     for path in paths:
         base = path.name or "root"

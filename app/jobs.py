@@ -22,6 +22,7 @@ import psutil
 
 from recorder.manifest import read_manifest, run_status
 from recorder.reader import Run
+from recorder.storage import Place
 
 State = Literal["starting", "running", "finished", "cancelled", "failed"]
 ACTIVE: tuple[State, ...] = ("starting", "running")
@@ -139,8 +140,10 @@ def jobs(folder: Path) -> list[Job]:
     return sorted(found, key=lambda job: job.started_at, reverse=True)
 
 
-def job_of(run_path: Path) -> Job | None:
+def job_of(run_path: Place) -> Job | None:
     """The recording that writes or wrote the run at `run_path`; None where it was not started from here."""
+    if not isinstance(run_path, Path):
+        return None
     return next((job for job in jobs(run_path.parent) if job.run_id == run_path.name), None)
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import streamlit as st
 
 from app import navigation, pickers, record_form, sidebar, state
+from app.text import plain
+from recorder.storage import StorageError
 
 st.set_page_config(
     page_title="routescope",
@@ -24,5 +26,8 @@ with st.sidebar:
         navigation.links(pages, page)
 if name in navigation.OF_ONE_RUN:
     pickers.say_missing()
-page.run()
+try:
+    page.run()
+except StorageError as error:  # between the look at the run and the reading of its rows
+    st.error(plain(str(error)), icon=":material/cloud_off:")
 state.finish()

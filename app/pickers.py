@@ -11,6 +11,8 @@ from recorder.reader import Run
 
 def pick_run() -> None:
     """Draw the choice of the run that every page shows. Draws nothing where there are no runs."""
+    for line in data.unreachable():
+        st.warning(plain(line), icon=":material/cloud_off:")
     runs = {run.reference: run for run in in_order(data.listed())}
     if not runs:
         return

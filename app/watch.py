@@ -4,7 +4,7 @@ from typing import NoReturn
 
 import streamlit as st
 
-from app import data, jobs, navigation
+from app import data, folders, jobs, navigation
 
 _SEEN = "_recordings_seen"
 _DONE_WITH = "_recordings_done_with"
@@ -15,8 +15,12 @@ def all_jobs() -> list[jobs.Job]:
 
     Without those whose runs have been deleted since.
     """
-    writable = [folder.path for folder in data.shown_folders() if not folder.read_only]
-    return [job for path in writable for job in jobs.jobs(path) if not jobs.is_deleted(job)]
+    return [
+        job
+        for path in folders.recording_folders(data.shown_folders())
+        for job in jobs.jobs(path)
+        if not jobs.is_deleted(job)
+    ]
 
 
 def active(found: list[jobs.Job]) -> list[jobs.Job]:

@@ -399,7 +399,6 @@ def dispatch(
 def _open_run(text: str) -> Any:
     """The run at a path, or with that id in the usual folders."""
     from .reader import Run, RunNotFoundError, RunUnreadableError
-
     from .storage import is_remote
 
     place = _place(text)

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from moe_core.routing import NO_CHOICE, Routing, in_backward
 from .adapters import Observation, RouterSite, find_routers
 from .describe import describe_model
 from .layer_stats import layer_stats
+from .storage import Place
 from .writer import RunWriter
 
 LOGGED = ("loss", "ce_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "wall_time_s")
@@ -65,7 +65,7 @@ class RoutingRecorder:
     def __init__(
         self,
         model: nn.Module,
-        out: str | Path,
+        out: str | Place,
         *,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,

@@ -22,7 +22,7 @@ class RunInfo:
     manifest: dict[str, Any] | None
 
 
-def list_runs(*folders: str | Path) -> list[RunInfo]:
+def list_runs(*folders: str | Place) -> list[RunInfo]:
     """The runs in these folders, oldest first; never raises for a run that cannot be read.
 
     Args:

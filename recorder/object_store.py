@@ -67,8 +67,7 @@ class ObjectPath:
         ?endpoint_override=http://host:port) or else from the usual AWS_* variables and files; AWS_ENDPOINT_URL too.
 
         Raises:
-            ValueError: no bucket, or an option that is not known; without a client for this kind of store.
-            StorageError: the region of the bucket was to be asked for and could not be.
+            ValueError: no bucket, or an option that is not known.
         """
         scheme, _, rest = uri.partition("://")
         rest, mark, query = rest.partition("?")
@@ -80,9 +79,9 @@ class ObjectPath:
         if scheme.lower() == "s3" and not host:
             raise ValueError(f"{uri} names no bucket; write s3://bucket/prefix")
         key = "/".join(unquote(part) for part in key.split("/") if part)
-        place = cls(f"{scheme.lower()}://{host}", f"{mark}{query}" if query else "", key, secrets)
-        place._client()
-        return place
+        if scheme.lower() == "s3":
+            _s3_options(uri)
+        return cls(f"{scheme.lower()}://{host}", f"{mark}{query}" if query else "", key, secrets)
 
     def __str__(self) -> str:
         return f"{self._base}/{quote(self._key, safe='/=+:@,;')}".rstrip("/") + self._options
@@ -195,8 +194,7 @@ class ObjectPath:
         try:
             client, root = _connect(base + self._options, os.getpid())
         except (pa.ArrowException, OSError, ValueError) as error:
-            kind = ValueError if isinstance(error, ValueError) else StorageError
-            raise kind(f"{self}: {_reason(error)}") from None
+            raise StorageError(f"{self}: {_reason(error)}") from None
         return client, f"{root.rstrip('/')}/{self._key}" if self._key else root
 
     @contextmanager
@@ -275,19 +273,14 @@ def _connect(uri: str, pid: int) -> tuple[fs.FileSystem, str]:
         client, path = fs.FileSystem.from_uri(uri)
         return client, path
     parts = urlsplit(uri)
-    given = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = sorted(set(given) - {*_S3_TEXTS, *_S3_FLAGS})
-    if unknown:
-        raise ValueError(f"option {unknown[0]} is unknown; known are {', '.join((*_S3_TEXTS, *_S3_FLAGS))}")
-    options: dict[str, Any] = {name: given[name] for name in _S3_TEXTS if name in given}
-    options |= {name: given[name].lower() in ("1", "true") for name in _S3_FLAGS if name in given}
-    for endpoint in (os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL")):
-        if endpoint and "endpoint_override" not in options:
-            options["endpoint_override"] = endpoint
+    bucket = parts.netloc.rpartition("@")[2]
+    options = _s3_options(uri)
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if endpoint:
+        options.setdefault("endpoint_override", endpoint)
     if region:
         options.setdefault("region", region)
-    bucket = parts.netloc.rpartition("@")[2]
     if "region" not in options and "endpoint_override" not in options:
         options["region"] = fs.resolve_s3_region(bucket)
     if parts.username:
@@ -300,6 +293,17 @@ def _connect(uri: str, pid: int) -> tuple[fs.FileSystem, str]:
         **options,
     )
     return client, bucket
+
+
+def _s3_options(uri: str) -> dict[str, Any]:
+    """What stands behind the question mark of an s3:// URI, as S3FileSystem takes it. Raises ValueError."""
+    known = (*_S3_TEXTS, *_S3_FLAGS)
+    options: dict[str, Any] = {}
+    for name, value in parse_qsl(urlsplit(uri).query, keep_blank_values=True):
+        if name not in known:
+            raise ValueError(f"{uri}: option {name} is unknown; known are {', '.join(known)}")
+        options[name] = value.lower() in ("1", "true") if name in _S3_FLAGS else value
+    return options
 
 
 def _reason(error: BaseException) -> str:

@@ -7,7 +7,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from recorder.manifest import (
     run_status,
 )
 from recorder.schema import PHASES, TABLES, lists_to_matrix
+from recorder.storage import Place
 
 #: Up to this size on disk all of `layer_stats` is kept in memory; above, only the layers asked for.
 _WHOLE_STATS_BYTES = 32 << 20
@@ -67,7 +67,7 @@ class Run:
         StorageError: the object store cannot be reached; so from every method that reads.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Place) -> None:
         self.path = storage.locate(path)
         self._manifest_stamp: Hashable = None
         self.manifest: dict[str, Any] = self._read_manifest()

@@ -46,7 +46,6 @@ def locate(where: str | Path | ObjectPath) -> Place:
 
     Raises:
         ValueError: a URI that cannot be used; or a Path made of one, which takes a slash away.
-        StorageError: the store had to be asked (for a bucket's region) and could not be.
     """
     if isinstance(where, ObjectPath):
         return where

@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -20,7 +19,7 @@ from recorder.compact import compact_table
 from recorder.manifest import STATUSES, RunExistsError, RunNotFoundError, now, plain, replace_manifest
 from recorder.parts import next_sequence, part_name, write_part
 from recorder.schema import TABLES
-from recorder.storage import StorageError
+from recorder.storage import Place, StorageError
 
 #: Most seconds between two flushes. Each is a handful of requests to an object store, and of objects to read back.
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
@@ -64,7 +63,7 @@ class RunWriter:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Place,
         *,
         manifest: dict[str, Any] | None = None,
         rank: int = 0,

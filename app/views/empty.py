@@ -11,6 +11,7 @@ import streamlit as st
 from app import data, folders, jobs, navigation, state
 from app.text import plain
 from recorder.reader import Run
+from recorder.storage import Place
 
 _LOOK_AGAIN_S = 1.0
 _NEWER_S = 2.0
@@ -66,13 +67,15 @@ def no_runs() -> None:
     st.markdown("**Or show runs from elsewhere:** start the dashboard on the folder that holds them:")
     st.code("routescope app FOLDER", "bash")
     st.caption("Folders shown now: " + ", ".join(f"`{folder.path}`" for folder in shown))
+    for line in data.unreachable():
+        st.warning(plain(line), icon=":material/cloud_off:")
     for folder in shown:
-        if (folder.path / "run.json").is_file():
+        if data.is_run(folder.path):
             st.warning(f"`{folder.path}` is a run itself. Show the folder above it:")
             st.code(f"routescope app {_quoted(folder.path.parent)}", "bash")
 
 
-def unreadable(path: Path, error: str) -> None:
+def unreadable(path: Place, error: str) -> None:
     """A run whose manifest cannot be used."""
     st.error(f"The run `{path.name}` cannot be read.", icon=":material/error:")
     st.markdown(f"**Why:** {plain(error)}")
@@ -136,7 +139,7 @@ def no_steps(run: Run) -> None:
     st.fragment(_wait_for_steps, run_every=_LOOK_AGAIN_S)(run.path)
 
 
-def _wait_for_steps(path: Path) -> None:
+def _wait_for_steps(path: Place) -> None:
     run, _ = data.open_run(path)
     if run is None or run.status != "running" or len(data.steps(run, None)):
         st.rerun()
@@ -176,7 +179,7 @@ def _problems(run: Run) -> None:
         st.code("\n".join(lines), None)
 
 
-def _newer(path: Path, drawn: int | None) -> None:
+def _newer(path: Place, drawn: int | None) -> None:
     run, _ = data.open_run(path)
     if run is None or run.status != "running":
         st.rerun()
@@ -187,6 +190,6 @@ def _newer(path: Path, drawn: int | None) -> None:
             st.rerun()
 
 
-def _quoted(path: Path) -> str:
+def _quoted(path: Place) -> str:
     text = str(path)
     return shlex.quote(text)

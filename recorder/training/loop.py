@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-
 import torch
 
 from moe_core.balancers import attach_balancers
