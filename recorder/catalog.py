@@ -185,7 +185,7 @@ class TableReader:
 
     def _load_footer(self, file: PartFile) -> None:
         try:
-            footer = read_footer(self.folder / file.name)
+            footer = read_footer(self.folder / file.name, file.stored)
         except _NOT_THE_PARTS_FAULT:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
@@ -229,7 +229,7 @@ class TableReader:
         """Rows of one part; `groups` None = all."""
         try:
             footer = self._footers[file]
-            with storage.parquet_file(self.folder / file.name, footer.metadata) as part:
+            with storage.parquet_file(self.folder / file.name, footer.metadata, file.stored) as part:
                 if columns is not None:
                     columns = [name for name in columns if name in footer.schema.names]
                 threads = file.size > _THREADS_FROM_BYTES

@@ -7,6 +7,7 @@ import pyarrow as pa
 from recorder import storage
 from recorder.parts import (
     Footer,
+    PartFile,
     list_parts,
     next_sequence,
     part_name,
@@ -21,7 +22,7 @@ from recorder.storage import Place, StorageError
 #: A compacted part is made of parts of at most this many bytes in memory (as Parquet pages) and rows together.
 MAX_BYTES = 256 << 20
 MAX_ROWS = 4_000_000
-_THREADS_FROM_ROWS = 1 << 16
+_THREADS_FROM_BYTES = 1 << 20
 
 
 def compact_table(folder: Place, table: str, rank: int, *, max_rows: int = MAX_ROWS) -> None:
@@ -37,8 +38,9 @@ def compact_table(folder: Place, table: str, rank: int, *, max_rows: int = MAX_R
         rank: whose parts.
         max_rows: rows a new part may hold; a single part that has more stays as it is.
     """
-    mine = [name for name in list_parts(folder) if part_rank(name) == rank]
-    found = storage.each(folder, lambda name: _sound_footer(folder / name, table), mine)
+    listed = list_parts(folder)
+    mine = [name for name in listed if part_rank(name) == rank]
+    found = storage.each(folder, lambda name: _sound_footer(folder / name, listed[name], table), mine)
     footers = {name: footer for name, footer in zip(mine, found, strict=True) if footer is not None}
     replaced = frozenset[str]().union(*(footer.replaces for footer in footers.values()))
     remove_parts(folder, replaced)  # left by a crash between a rename and its deletions
@@ -46,7 +48,7 @@ def compact_table(folder: Place, table: str, rank: int, *, max_rows: int = MAX_R
     sequence = next_sequence(folder, rank)
     for batch in _batches(live, max_rows):
         schema = unify_schema(table, [live[name].schema for name in batch])
-        pieces = storage.each(folder, lambda name: _read(folder / name), batch)
+        pieces = storage.each(folder, lambda name: _read(folder / name, listed[name]), batch)
         rows = pa.concat_tables([conform(piece, schema) for piece in pieces])
         gone = frozenset(batch).union(*(live[name].replaces for name in batch))
         write_part(folder / part_name(rank, sequence), table, rows, replaces=gone)
@@ -54,10 +56,10 @@ def compact_table(folder: Place, table: str, rank: int, *, max_rows: int = MAX_R
         remove_parts(folder, gone)
 
 
-def _sound_footer(path: Place, table: str) -> Footer | None:
+def _sound_footer(path: Place, file: PartFile, table: str) -> Footer | None:
     """The footer of a part of this table; None where the file is no such thing."""
     try:
-        footer = read_footer(path)
+        footer = read_footer(path, file.stored)
     except StorageError:  # says nothing about the part
         raise
     except (pa.ArrowException, OSError, ValueError):
@@ -65,9 +67,9 @@ def _sound_footer(path: Place, table: str) -> Footer | None:
     return footer if part_problem(table, footer.schema) is None else None
 
 
-def _read(path: Place) -> pa.Table:
-    with storage.parquet_file(path) as file:
-        return file.read(use_threads=file.metadata.num_rows > _THREADS_FROM_ROWS)
+def _read(path: Place, file: PartFile) -> pa.Table:
+    with storage.parquet_file(path, stored=file.stored) as part:
+        return part.read(use_threads=file.size > _THREADS_FROM_BYTES)
 
 
 def _batches(live: dict[str, Footer], max_rows: int) -> Iterable[list[str]]:

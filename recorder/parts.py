@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recorder import storage
-from recorder.storage import Place
+from recorder.storage import Place, Stored
 
 PART_NAME = re.compile(r"part-r(\d{5,})-(\d{6,})\.parquet")
 _REPLACES_KEY = b"routescope.replaces"
@@ -46,6 +46,11 @@ class PartFile:
     name: str
     size: int
     mtime_ns: int
+
+    @property
+    def stored(self) -> Stored:
+        """Size and time of change, as `recorder.storage` knows a file by."""
+        return Stored(self.size, self.mtime_ns)
 
 
 class Footer:
@@ -133,15 +138,15 @@ def list_parts(folder: Place) -> dict[str, PartFile]:
     }
 
 
-def read_footer(path: Place) -> Footer:
-    """The footer of one part.
+def read_footer(path: Place, stored: Stored | None = None) -> Footer:
+    """The footer of one part; `stored` as the listing told it, so that a small part is fetched but once.
 
     Raises:
         FileNotFoundError: the part is gone (replaced meanwhile).
         StorageError: the object store cannot be reached.
         pa.ArrowException, OSError, ValueError: it is no whole Parquet file.
     """
-    return Footer(storage.parquet_metadata(path))
+    return Footer(storage.parquet_metadata(path, stored))
 
 
 def write_part(path: Place, table: str, rows: pa.Table, *, replaces: Iterable[str] = ()) -> None:

@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +29,9 @@ Place = Path | ObjectPath
 
 #: Requests at once to an object store: what one waits for is the way there and back. Below pyarrow's 25 connections.
 _REQUESTS = 16
+#: A footer comes with the last 64 KiB of its file: of smaller parts those are the rows too, which are wanted next.
+_SMALL_BYTES = 64 << 10
+_SMALL_KEPT = 512
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 Item = TypeVar("Item")
@@ -217,10 +221,11 @@ def remove(folder: Place, gone: Iterable[str]) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def parquet_file(file: Place, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+def parquet_file(file: Place, metadata: pq.FileMetaData | None = None, stored: Stored | None = None) -> pq.ParquetFile:
     """A Parquet file, opened by itself, so that path parts like `run=007` are no columns; to be closed.
 
-    From an object store only the footer (unless given) and the column chunks asked for are fetched.
+    From an object store only the footer (unless given) and the column chunks asked for are fetched; all of a small
+    one, once, where `stored` says that it is.
 
     Raises:
         FileNotFoundError: it is gone.
@@ -228,16 +233,26 @@ def parquet_file(file: Place, metadata: pq.FileMetaData | None = None) -> pq.Par
         pa.ArrowException, OSError, ValueError: it is no whole Parquet file.
     """
     if isinstance(file, ObjectPath):
-        return pq.ParquetFile(file.open(), metadata=metadata, pre_buffer=True)
+        return pq.ParquetFile(_source(file, stored), metadata=metadata, pre_buffer=True)
     return pq.ParquetFile(file, metadata=metadata)
 
 
-def parquet_metadata(file: Place) -> pq.FileMetaData:
+def parquet_metadata(file: Place, stored: Stored | None = None) -> pq.FileMetaData:
     """The footer of a Parquet file. Raises as `parquet_file`."""
     if isinstance(file, ObjectPath):
-        with file.open() as source:
+        with _source(file, stored) as source:
             return pq.read_metadata(source)
     return pq.read_metadata(file)
+
+
+def _source(file: ObjectPath, stored: Stored | None) -> Any:
+    small = stored is not None and stored.size <= _SMALL_BYTES
+    return pa.BufferReader(_content(file, stored)) if small and stored else file.open()
+
+
+@lru_cache(maxsize=_SMALL_KEPT)
+def _content(file: ObjectPath, stored: Stored) -> bytes:
+    return file.read_bytes()
 
 
 def each(place: Place, do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -302,11 +302,14 @@ def test_damaged_parts_are_named_and_the_rest_is_read(s3):
 # --------------------------------------------------------------------------------------------------- when it fails
 
 
-def test_a_part_is_not_called_bad_because_the_network_was(s3, wire):
+@pytest.mark.parametrize("small", [0, 1 << 16], ids=["ranges", "whole parts"])
+def test_a_part_is_not_called_bad_because_the_network_was(s3, wire, monkeypatch, small):
+    monkeypatch.setattr(storage, "_SMALL_BYTES", small)
     path = f"{s3}/one?endpoint_override={wire.address}"
     small_parts(path, steps=range(3))
     run, other = Run(path), Run(path)
     assert run.decision_steps().tolist() == [0, 1, 2]
+    storage._content.cache_clear()
     wire.down = True
     for read in (run.steps, lambda: run.decisions(1, 0), other.steps, run.refresh):
         with pytest.raises(StorageError, match="cannot be reached") as caught:
