@@ -487,3 +487,12 @@ def test_footers_tell_the_same_as_local_ones(s3, tmp_path):
     place = locate(s3) / "x.parquet"
     place.put(local.read_bytes())
     assert storage.parquet_metadata(place).equals(pq.read_metadata(local))
+
+
+def test_the_page_about_it_runs_as_written(s3):
+    page = (Path(__file__).parents[2] / "docs" / "object-stores.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    block = block.replace("s3://my-bucket", s3)
+    result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[30 20 10  4]"
