@@ -63,7 +63,8 @@ def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 class Wire:
-    """A wire to a server that can be cut: while `down`, every connection ends at once. Counts connections."""
+    """A wire to a server that can be cut: while `down`, every connection ends at once. With `bytes_left` it goes down
+    by itself, once so much has been sent to the server."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("http://").partition(":")
@@ -71,6 +72,7 @@ class Wire:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._down = False
+        self.bytes_left: int | None = None
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -99,12 +101,17 @@ class Wire:
                     continue
                 far = socket.create_connection(self._target)
                 self._open |= {near, far}
-                for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+                for source, sink, sending in ((near, far, True), (far, near, False)):
+                    threading.Thread(target=self._pass_on, args=(source, sink, sending), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass_on(self, source: socket.socket, sink: socket.socket, sending: bool) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                if sending and self.bytes_left is not None:
+                    self.bytes_left -= len(data)
+                    if self.bytes_left < 0:
+                        self.down = True
+                        break
                 sink.sendall(data)
         for end in (source, sink):
             with suppress(OSError):

@@ -1,5 +1,6 @@
 """Runs in an object store, on a real S3 server; what only concerns local files is in the other tests."""
 
+import gc
 import os
 import pickle
 import re
@@ -270,6 +271,12 @@ def test_a_second_change_within_a_second_is_seen(s3):
 # ------------------------------------------------------------------------------------------------------------ lists
 
 
+def test_a_bucket_as_folder_of_runs(s3):
+    RunWriter(f"{s3}/one").finalize()
+    [info] = list_runs(s3)
+    assert (str(info.path), info.path.parent) == (f"{s3}/one", locate(s3))
+
+
 def test_list_runs(s3, tmp_path):
     for number in range(3):
         RunWriter(f"{s3}/runs/run-{number}", manifest={"name": f"run {number}"}).finalize()
@@ -403,6 +410,21 @@ def test_an_upload_that_fails_on_the_way_leaves_what_was_there(s3):
     place.unlink()
     place.unlink()
     assert not place.exists()
+
+
+@pytest.mark.parametrize("sent", [1_000_000, 14_000_000], ids=lambda sent: f"after {sent} bytes")
+def test_a_connection_cut_during_an_upload_leaves_what_was_there(s3, wire, sent):
+    place = locate(f"{s3}/one?endpoint_override={wire.address}") / "x.parquet"
+    place.put(b"before")
+    wire.bytes_left = sent
+    with pytest.raises(StorageError, match=f"{s3}/one/x.parquet"):
+        place.put(b"0" * 30_000_000)  # in several pieces
+    assert wire.down
+    gc.collect()
+    wire.bytes_left, wire.down = None, False
+    assert place.read_bytes() == b"before"
+    place.put(b"1" * 30_000_000)
+    assert len(place.read_bytes()) == 30_000_000
 
 
 # -------------------------------------------------------------------------------------------- processes and threads

@@ -37,16 +37,20 @@ def test_a_local_folder_of_that_name_is_never_made(s3, tmp_path):
     assert len(list_runs(f"{s3}/runs")) == 1
 
 
-@pytest.mark.parametrize("words", [["runs"], ["summary"], ["app"], ["record", *SMALL, "--out"]], ids=lambda w: w[0])
+UNREACHABLE = ("{s3}/runs?endpoint_override=http://127.0.0.1:1", "cannot be reached")
+NO_BUCKET = ("s3://no-such-bucket/runs", "there is no")
+RECORD = ["record", *SMALL, "--out"]
+
+
 @pytest.mark.parametrize(
-    ("uri", "said"),
+    ("words", "uri", "said"),
     [
-        ("{s3}/runs?endpoint_override=http://127.0.0.1:1", "cannot be reached"),
-        ("s3://no-such-bucket/runs", "there is no"),
-        ("s3://", "names no bucket"),
-        ("s3://bucket/runs?speed=high", "option speed is unknown"),
-        ("nowhere://bucket/runs", "nowhere"),
+        *((words, *case) for words in (["runs"], ["summary"], ["app"], RECORD) for case in (UNREACHABLE, NO_BUCKET)),
+        (["runs"], "s3://", "names no bucket"),
+        (["summary"], "nowhere://bucket/runs", "nowhere"),
+        (RECORD, "s3://bucket/runs?speed=high", "option speed is unknown"),
     ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_what_cannot_be_is_said_in_one_line(s3, words, uri, said):
     uri = uri.format(s3=s3)
