@@ -229,9 +229,13 @@ def folder_lock(path: Path) -> Iterator[None]:
 
 def _write_temporary(file: Path, manifest: dict[str, Any]) -> Path:
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
-    with temporary.open("w", encoding="utf-8") as target:
-        json.dump(plain(manifest), target, indent=1, allow_nan=False)
-        target.write("\n")
-        target.flush()
-        os.fsync(target.fileno())
+    try:
+        with temporary.open("w", encoding="utf-8") as target:
+            json.dump(plain(manifest), target, indent=1, allow_nan=False)
+            target.write("\n")
+            target.flush()
+            os.fsync(target.fileno())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     return temporary

@@ -168,7 +168,12 @@ def write_part(path: Path, table: str, rows: pa.Table, *, replaces: Iterable[str
         with temporary.open("wb") as target:
             # Statistics of the keys only: those of floats would hold NaN, and every one makes the footer longer.
             with pq.ParquetWriter(
-                target, rows.schema, compression="zstd", write_statistics=keys, **_encodings(rows.schema)
+                target,
+                rows.schema,
+                compression="zstd",
+                write_statistics=keys,
+                write_page_checksum=True,  # `verify` finds a changed byte by it
+                **_encodings(rows.schema),
             ) as writer:
                 for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
                     writer.write_table(rows.slice(start, stop - start), row_group_size=max(1, stop - start))

@@ -3,6 +3,7 @@
 Shapes: E experts, K top-k, T tokens.
 """
 
+import contextlib
 import copy
 import time
 from collections.abc import Sequence
@@ -17,18 +18,27 @@ from recorder import buffers, claim
 from recorder.compact import compact_table
 from recorder.manifest import STATUSES, RunExistsError, RunNotFoundError, now, plain, replace_manifest
 from recorder.parts import next_sequence, part_name, write_part
+from recorder.row_buffer import RowBuffer
 from recorder.schema import TABLES
 
 #: `steps` last: a step that a reader finds there has its other rows already.
 _FLUSH_ORDER = ("tokens", "decisions", "layer_stats", "events", "steps")
+#: Where writing fails (a full disk) rows wait up to this many times `flush_bytes`, and a write is tried this often.
+_WAITING_LIMIT = 2
+_RETRY_SECONDS = 1.0
 
 
 class RunWriter:
     """Owns one run folder: its `run.json` (rank 0) and this rank's part files.
 
-    Rows are buffered and written as complete part files when `flush_seconds` have passed, when `flush_rows` rows
-    wait, or every `flush_steps` calls of `log_step`. The time is looked at between steps where that is possible, so
-    that a part holds whole steps. A process killed at any moment loses only the rows still buffered.
+    Rows are buffered and written as complete part files when `flush_seconds` have passed, when `flush_rows` rows or
+    `flush_bytes` bytes wait, or every `flush_steps` calls of `log_step`. The time is looked at between steps where
+    that is possible, so that a part holds whole steps. A process killed at any moment loses only the rows still
+    buffered.
+
+    Where a part cannot be written (a full disk) its rows wait and are tried again, once a second at most; `log_step`,
+    `log_event` and `flush` raise the OSError each time. Once twice `flush_bytes` wait, a row more is refused with an
+    OSError; how many were is an event of the run as soon as writing works again.
 
     Args:
         path: the run's own folder; created, with its parents.
@@ -39,6 +49,7 @@ class RunWriter:
         resume: go on with an existing run, as its next segment.
         flush_seconds: most seconds between two flushes while rows arrive.
         flush_rows: most rows buffered, all tables together.
+        flush_bytes: most bytes buffered, and most bytes, uncompressed, in one part file.
         flush_steps: steps between two flushes; None = by time and rows only.
         full_weights: keep all 23 mantissa bits of the gate weights instead of 10.
 
@@ -57,6 +68,7 @@ class RunWriter:
         resume: bool = False,
         flush_seconds: float = 1.0,
         flush_rows: int = 200_000,
+        flush_bytes: int = 64 << 20,
         flush_steps: int | None = None,
         full_weights: bool = False,
     ) -> None:
@@ -66,12 +78,15 @@ class RunWriter:
             raise ValueError(f"flush_seconds must be at least 0, got {flush_seconds}")
         if flush_rows < 1:
             raise ValueError(f"flush_rows must be at least 1, got {flush_rows}")
+        if flush_bytes < 1:
+            raise ValueError(f"flush_bytes must be at least 1, got {flush_bytes}")
         if flush_steps is not None and flush_steps < 1:
             raise ValueError(f"flush_steps must be at least 1 or None, got {flush_steps}")
         self.path = Path(path)
         self.rank = rank
         self._flush_seconds = flush_seconds
         self._flush_rows = flush_rows
+        self._flush_bytes = flush_bytes
         self._flush_steps = flush_steps
         self._full_weights = full_weights
         given: dict[str, Any] = plain(manifest or {})
@@ -83,8 +98,12 @@ class RunWriter:
             self._manifest = claim.create_run(self.path, given, weights="full" if full_weights else "rounded")
         self._resumed_pending = resume and rank == 0
         self._experts = buffers.experts_by_router(self._manifest)
-        self._rows: dict[str, list[pa.Table | dict[str, Any]]] = {table: [] for table in TABLES}
-        self._num_rows = 0
+        self._buffer = RowBuffer(flush_bytes)
+        self._failure: OSError | None = None  # of the last flush
+        self._reason = ""
+        self._failure_is_told = True
+        self._failed_at = 0.0
+        self._refused = 0  # rows, since writing failed
         self._steps_since_flush = 0
         self._buffered_step: int | None = None
         self._logged: set[tuple[int, str]] = set()  # of this segment
@@ -157,8 +176,7 @@ class RunWriter:
         self._add("steps", step, row, 1)
         self._steps_since_flush += 1
         by_steps = self._flush_steps is not None and self._steps_since_flush >= self._flush_steps
-        if by_steps or time.monotonic() - self._flushed_at >= self._flush_seconds:
-            self.flush()
+        self._flush_between_steps(by_steps or time.monotonic() - self._flushed_at >= self._flush_seconds)
 
     def check_new_step(self, step: int, phase: str) -> None:
         """Raise ValueError where `log_step` has had this step of this phase in this segment."""
@@ -313,8 +331,7 @@ class RunWriter:
         """Record that something happened (`non_finite`, `invalid_rows`, `recorder_error`, ...) at a step."""
         row = {"step": buffers.key(step, "train")["step"], "kind": str(kind), "message": str(message)}
         self._add("events", None, row, 1)
-        if time.monotonic() - self._flushed_at >= self._flush_seconds:
-            self.flush()
+        self._flush_between_steps(time.monotonic() - self._flushed_at >= self._flush_seconds)
 
     def update_manifest(self, **changes: Any) -> None:
         """Replace values of `run.json`, atomically.
@@ -335,19 +352,29 @@ class RunWriter:
         self._beat()
 
     def flush(self) -> None:
-        """Write every buffered row as part files and refresh the heartbeat and `last_step`."""
+        """Write every buffered row as part files and refresh the heartbeat and `last_step`.
+
+        Raises:
+            OSError: not all could be written; what was not still waits, and the next flush tries again.
+        """
         self._check_open()
-        for table in _FLUSH_ORDER:
-            if self._rows[table]:
-                rows = buffers.assemble(table, self._rows[table], rank=self.rank, segment=self.segment)
-                write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
-                self._sequence[table] += 1
-                self._num_rows -= rows.num_rows
-                self._rows[table] = []
+        try:
+            self._write_buffered()
+            if self._refused:
+                self._add_event(self._buffered_step or 0, "recorder_error", self._refusal())
+                self._refused = 0
+                self._write_buffered()
+            self._beat()
+        except OSError as problem:
+            self._failed_at = time.monotonic()
+            self._reason = problem.strerror or str(problem)
+            message = f"{self.path} cannot be written, {self._buffer.num_rows} rows wait in memory: {self._reason}"
+            self._failure, self._failure_is_told = OSError(problem.errno, message), True
+            raise self._failure from problem
+        self._failure = None
         self._steps_since_flush = 0
         self._buffered_step = None
         self._flushed_at = time.monotonic()
-        self._beat()
 
     def finalize(
         self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None
@@ -370,11 +397,13 @@ class RunWriter:
             if self._resumed_pending:
                 self._log_resumed(self._manifest["last_step"] or 0)
             self.flush()
+        except OSError:
+            with contextlib.suppress(OSError):  # no room even for that: the run shows as unfinished
+                self._close("failed", error or f"could not write: {self._reason}")
+            raise
+        with contextlib.suppress(OSError):  # no room for the new parts: all rows are in the old ones
             for table in TABLES:
                 compact_table(self.path / table, table, self.rank)
-        except OSError as problem:
-            self._close("failed", error or f"could not write: {problem}")
-            raise
         self._close(status, error)
 
     def __enter__(self) -> Self:
@@ -402,27 +431,68 @@ class RunWriter:
             return
         if self._resumed_pending and step is not None:
             self._log_resumed(step)
+        if self._failure is not None and self._buffer.num_bytes >= _WAITING_LIMIT * self._flush_bytes:
+            self._retry_or_refuse(count)
         elapsed = time.monotonic() - self._flushed_at
         next_step = step is not None and self._buffered_step not in (None, step)
-        if self._num_rows and elapsed >= self._flush_seconds and next_step:
-            self.flush()
-        self._rows[table].append(rows)
-        self._num_rows += count
+        if self._buffer.num_rows and elapsed >= self._flush_seconds and next_step:
+            self._flush_inside_step()
+        self._buffer.add(table, rows)
         if step is not None:
             self._buffered_step = int(step)
             self._greatest_step = self._manifest["last_step"] = max(self._greatest_step, int(step))
-        elapsed = time.monotonic() - self._flushed_at
-        if self._num_rows >= self._flush_rows or elapsed >= 2 * self._flush_seconds:
-            self.flush()
+        full = self._buffer.num_rows >= self._flush_rows or self._buffer.num_bytes >= self._flush_bytes
+        if full or time.monotonic() - self._flushed_at >= 2 * self._flush_seconds:
+            self._flush_inside_step()
         elif time.monotonic() - self._beat_at >= self._flush_seconds:
-            self._beat()
+            with contextlib.suppress(OSError):  # the next flush tells
+                self._beat()
+
+    def _write_buffered(self) -> None:
+        for table in _FLUSH_ORDER:
+            while (part := self._buffer.next_part(table, rank=self.rank, segment=self.segment)) is not None:
+                rows, entries = part
+                write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
+                self._sequence[table] += 1
+                self._buffer.written(table, entries)
+
+    def _may_flush(self) -> bool:
+        """Whether a flush that nobody asked for is worth a try: after a failure, not before a while."""
+        return self._failure is None or time.monotonic() - self._failed_at >= _RETRY_SECONDS
+
+    def _flush_between_steps(self, due: bool) -> None:
+        if due and self._may_flush():
+            self.flush()
+        elif self._failure is not None and not self._failure_is_told:
+            self._failure_is_told = True
+            raise self._failure
+
+    def _flush_inside_step(self) -> None:
+        """Flush; a failure is told at the end of the step, so that the caller logs the rest of it first."""
+        if self._may_flush():
+            try:
+                self.flush()
+            except OSError:
+                self._failure_is_told = False
+
+    def _retry_or_refuse(self, count: int) -> None:
+        """Make room in a buffer that is full because writing fails, or raise OSError."""
+        if self._may_flush():
+            with contextlib.suppress(OSError):
+                self.flush()
+        if self._failure is not None:
+            self._refused += count
+            raise OSError(self._failure.errno, self._refusal())
+
+    def _refusal(self) -> str:
+        return f"{self._refused} rows were not recorded, as {self.path} could not be written: {self._reason}"
+
+    def _add_event(self, step: int, kind: str, message: str) -> None:
+        self._buffer.add("events", {"step": int(step), "kind": kind, "message": message})
 
     def _log_resumed(self, step: int) -> None:
         self._resumed_pending = False
-        message = f"segment {self.segment} starts at step {step}"
-        row = {"step": int(step), "kind": "resumed", "message": message}
-        self._rows["events"].append(row)
-        self._num_rows += 1
+        self._add_event(step, "resumed", f"segment {self.segment} starts at step {step}")
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
