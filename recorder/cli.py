@@ -326,6 +326,44 @@ def summary(
 
 
 @cli.command()
+def verify(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path, or its id in runs/ or sample_runs/.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> int:
+    """Read a run to its last byte and say whether its rows go together."""
+    from .verify import verify_run
+
+    report = verify_run(_run_path(run))
+    if as_json:
+        _print_json(report.as_json())
+    else:
+        for problem in report.problems:
+            print(problem)
+        for note in report.notes:
+            _warn(f"{report.path}: {note}")
+        if not report.problems:
+            print(report.summary)
+    return FAILED if report.problems else DONE
+
+
+@cli.command()
+def compact(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path, or its id in runs/ or sample_runs/.")],
+) -> None:
+    """Join the many small parts of a run that crashed into few; runs that end do so by themselves."""
+    from .compact import compact_run
+    from .manifest import RunExistsError, RunUnreadableError
+
+    path = _run_path(run)
+    try:
+        done = compact_run(path)
+    except (RunExistsError, RunUnreadableError, OSError) as error:
+        raise CommandError(str(error), FAILED) from None
+    sizes = f"{done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB"
+    print(f"{path}: {done.parts_before} parts -> {done.parts_after}, {sizes}")
+
+
+@cli.command()
 def app(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of runs; runs/ and the samples by default.")
@@ -391,13 +429,18 @@ def _open_run(text: str) -> Any:
     """The run at a path, or with that id in the usual folders."""
     from .reader import Run, RunNotFoundError, RunUnreadableError
 
+    try:
+        return Run(_run_path(text))
+    except (RunNotFoundError, RunUnreadableError) as error:
+        raise CommandError(str(error), FAILED) from None
+
+
+def _run_path(text: str) -> Path:
+    """The folder at a path, or of that id in the usual folders, that holds a run.json."""
     candidates = [Path(text), RUNS_FOLDER / text, Path("sample_runs") / text]
     for path in candidates:
         if (path / "run.json").exists():
-            try:
-                return Run(path)
-            except (RunNotFoundError, RunUnreadableError) as error:
-                raise CommandError(str(error), FAILED) from None
+            return path
     looked = ", ".join(str(path) for path in candidates)
     raise CommandError(f"no run {text!r}: no run.json in any of {looked}; see: routescope runs")
 

@@ -1,26 +1,93 @@
 """Many small parts into few, such that a crash at any moment loses and doubles nothing."""
 
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recorder.manifest import STALE_AFTER_S, RunExistsError, folder_lock, read_manifest, run_status
 from recorder.parts import (
     Footer,
+    PartFile,
     list_parts,
     next_sequence,
     part_name,
     part_rank,
     read_footer,
+    remove_leftovers,
     remove_parts,
     write_part,
 )
-from recorder.schema import conform, part_problem, unify_schema
+from recorder.schema import TABLES, conform, part_problem, unify_schema
 
-#: A compacted part is made of parts of at most this many bytes in memory (as Parquet pages) and rows together.
-MAX_BYTES = 256 << 20
-MAX_ROWS = 4_000_000
+#: A compacted part is made of parts of at most this many bytes (as Parquet pages) and rows together: what a process
+#: that closes its run has to hold in memory, some three times over.
+MAX_BYTES = 64 << 20
+MAX_ROWS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compaction:
+    """How many part files a run had and has, and their bytes on disk."""
+
+    parts_before: int
+    parts_after: int
+    bytes_before: int
+    bytes_after: int
+
+
+def compact_run(path: Path) -> Compaction:
+    """Join the small parts that a run which ended without being closed has left, and delete its temporary files.
+
+    A resume of the run waits until this is done. Interrupted at any moment, the run reads as before.
+
+    Raises:
+        RunExistsError: somebody still writes to it.
+        RunNotFoundError, RunUnreadableError: no run there, or none that can be read.
+        OSError: a part cannot be written; the run reads as before.
+    """
+    read_manifest(path)  # a folder without a run cannot be locked either
+    with folder_lock(path):
+        manifest = read_manifest(path)  # whoever held the lock may have resumed the run
+        if run_status(manifest) == "running":
+            writer = (manifest.get("process") or {}).get("pid")
+            by = f" by process {writer}" if writer else ""
+            raise RunExistsError(f"{path} is still being written{by}; a run compacts itself when it ends")
+        before = _all_parts(path)
+        _refuse_other_ranks_at_work(path, manifest, before)
+        for temporary in path.glob(".run.json.*.tmp"):
+            temporary.unlink(missing_ok=True)
+        for table in TABLES:
+            remove_leftovers(path / table)
+            for rank in sorted({rank for name in list_parts(path / table) if (rank := part_rank(name)) is not None}):
+                compact_table(path / table, table, rank)
+        after = _all_parts(path)
+    return Compaction(
+        parts_before=len(before),
+        parts_after=len(after),
+        bytes_before=sum(part.size for part in before),
+        bytes_after=sum(part.size for part in after),
+    )
+
+
+def _all_parts(path: Path) -> list[PartFile]:
+    return [part for table in TABLES for part in list_parts(path / table).values()]
+
+
+def _refuse_other_ranks_at_work(path: Path, manifest: dict[str, object], parts: list[PartFile]) -> None:
+    """run.json tells of rank 0 alone: where that one was killed, the others may still be writing."""
+    if manifest.get("status") != "running":
+        return
+    newest = max((part for part in parts if part_rank(part.name)), key=lambda part: part.mtime_ns, default=None)
+    age = time.time() - newest.mtime_ns / 1e9 if newest else STALE_AFTER_S
+    if newest is not None and age < STALE_AFTER_S:
+        raise RunExistsError(
+            f"rank {part_rank(newest.name)} wrote to {path} {age:.0f} s ago and may still be at it; "
+            f"try again after {STALE_AFTER_S:.0f} s without a new part"
+        )
 
 
 def compact_table(folder: Path, table: str, rank: int, *, max_rows: int = MAX_ROWS) -> None:
@@ -50,18 +117,28 @@ def compact_table(folder: Path, table: str, rank: int, *, max_rows: int = MAX_RO
     live = {name: footer for name, footer in footers.items() if name not in replaced}
     sequence = next_sequence(folder, rank)
     for batch in _batches(live, max_rows):
-        schema = unify_schema(table, [live[name].schema for name in batch])
-        rows = pa.concat_tables([conform(_read(folder / name), schema) for name in batch])
-        gone = frozenset(batch).union(*(live[name].replaces for name in batch))
+        pieces = {name: rows for name in batch if (rows := _read(folder / name)) is not None}
+        if len(pieces) < 2:
+            continue
+        try:
+            schema = unify_schema(table, [rows.schema for rows in pieces.values()])
+        except TypeError:  # parts that do not go together: readers name them
+            continue
+        rows = pa.concat_tables([conform(piece, schema) for piece in pieces.values()])
+        gone = frozenset(pieces).union(*(live[name].replaces for name in pieces))
         write_part(folder / part_name(rank, sequence), table, rows, replaces=gone)
         sequence += 1
         remove_parts(folder, gone)
 
 
-def _read(path: Path) -> pa.Table:
-    # The file itself, never a data set: path parts such as `run=007` are no columns.
-    with pq.ParquetFile(path) as file:
-        return file.read(use_threads=path.stat().st_size > 1 << 20)
+def _read(path: Path) -> pa.Table | None:
+    """All rows of a part; None where it is damaged past its footer."""
+    try:
+        # The file itself, never a data set: path parts such as `run=007` are no columns.
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            return file.read(use_threads=path.stat().st_size > 1 << 20)
+    except (pa.ArrowException, OSError, ValueError):
+        return None
 
 
 def _batches(live: dict[str, Footer], max_rows: int) -> Iterable[list[str]]:

@@ -198,11 +198,20 @@ def remove_parts(folder: Path, names: Iterable[str]) -> None:
             continue
 
 
-def remove_leftovers(folder: Path, rank: int) -> None:
-    """Delete what a killed writer of this rank left half-done: temporary files."""
-    for name in _names(folder):
-        if name.startswith(".part-") and name.endswith(".tmp") and part_rank(name[1:].rsplit(".", 2)[0]) == rank:
-            (folder / name).unlink(missing_ok=True)
+def leftovers(folder: Path, rank: int | None = None) -> list[str]:
+    """Names of the temporary files that a killed writer of this rank (None = of any) left behind, or a live one has."""
+    return [
+        name
+        for name in _names(folder)
+        if name.startswith(".part-") and name.endswith(".tmp")
+        if rank is None or part_rank(name[1:].rsplit(".", 2)[0]) == rank
+    ]
+
+
+def remove_leftovers(folder: Path, rank: int | None = None) -> None:
+    """Delete what a killed writer of this rank (None = of any) left half-done: temporary files."""
+    for name in leftovers(folder, rank):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> list[str]:
