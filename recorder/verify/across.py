@@ -52,6 +52,11 @@ class Across:
         for file, rows in digest.loc[wrong].groupby("file", sort=False):
             self.findings.add_rows(str(file), fault, rows[shown])
 
+    def _miss(self, table: str, digest: pd.DataFrame, missing: np.ndarray | None, fault: str) -> None:
+        """Rows that no part of a table has."""
+        shown = [name for name in (*KEYS, "router") if name in digest]
+        self.findings.add_rows(table, fault, digest[shown], missing)
+
     def _settled_until(self, steps: pd.DataFrame) -> pd.Series:
         """The last step by rank, segment and phase of which all rows must be there: `steps` rows come last.
 
@@ -121,9 +126,9 @@ class Across:
             return
         if not len(steps):
             if self.expected.closed:
-                self.findings.add("steps", f"there are no rows at all, but there are in {table}")
+                self.findings.add("steps", f"there are no rows, but there are some in {table}")
             return
-        self._add(digest, self._settled(digest) & ~_has(digest, steps, KEYS), "there is no row in steps for these")
+        self._miss("steps", digest, self._settled(digest) & ~_has(digest, steps, KEYS), f"no row for what {table} has")
 
     def _check_routers(self, stats: pd.DataFrame, steps: pd.DataFrame) -> None:
         """Each settled step has a row of each router that its rank has rows of; and no router has none at all."""
@@ -135,19 +140,16 @@ class Across:
         else:
             due = ~train | (busy["step"] % every == 0).to_numpy() | _has(busy, stats, KEYS)
         missing = _missing_routers(busy.loc[due], stats)
-        for row in missing.groupby("file", sort=False).first().itertuples():
-            rows = missing.loc[missing["file"] == row.Index]
-            self.findings.add_rows(str(row.Index), "there is no row in layer_stats for these", rows[[*KEYS, "router"]])
+        self._miss("layer_stats", missing, None, "no row of a router for a step")
         lost = sorted(set(self.expected.layer_of) - set(stats["router"]))
         if len(busy) and due.any() and lost:
             names = ", ".join(map(str, lost))
-            self.findings.add("layer_stats", f"there are no rows of router {names}, which run.json lists")
+            self.findings.add("layer_stats", f"no rows of router {names}, which run.json lists")
 
     def _check_decision_routers(self, decisions: pd.DataFrame) -> None:
         settled = decisions.loc[self._settled(decisions)]
         missing = _missing_routers(settled.drop_duplicates(KEYS), settled)
-        shown = missing[[*KEYS, "router", "file"]]
-        self._add(shown, np.ones(len(shown), dtype=bool), "there are decisions of other routers, but none of this one")
+        self._miss("decisions", missing, None, "no rows of a router for a step that other routers have rows of")
 
     def _check_loads(self, decisions: pd.DataFrame, stats: pd.DataFrame) -> None:
         names = ["tokens", "invalid", "load_print", "whole", "file"]
@@ -168,7 +170,7 @@ class Across:
         """`tokens` has a row for each token that any router has decisions of, and for no other."""
         decisions = decisions.loc[self._settled(decisions)]
         without = ~_has(decisions, self.digests["tokens"], KEYS)
-        self._add(decisions, without, "there are no rows in tokens for these")
+        self._miss("tokens", decisions, without, "no rows for what decisions has")
         # Routers that see the same tokens have the same print; encoder and decoder have two prints that add up.
         streams = decisions.drop_duplicates([*KEYS, "count", "token_print"])
         sums = streams.groupby(KEYS, as_index=False).agg({"count": "sum", "token_print": "sum"})
@@ -201,7 +203,7 @@ class Across:
 def _missing_routers(steps: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """The keys of `steps`, and a router, of which `rows` has none, though it has some in that rank and phase."""
     routers = rows[[*_GROUP, "router"]].drop_duplicates()
-    wanted = steps[[*KEYS, "file"]].merge(routers, on=_GROUP)
+    wanted = steps[KEYS].merge(routers, on=_GROUP)
     return wanted.loc[~_has(wanted, rows, [*KEYS, "router"])]
 
 
