@@ -165,7 +165,7 @@ def _wrong_ranks(expected: Expected, digests: dict[str, pd.DataFrame], silent: s
         wrote |= set(digest.loc[digest["segment"] == expected.segment, "writer"].tolist())
     if not wrote:
         return []
-    told = f"run.json has world_size {expected.world_size}"
+    told = f"world_size is {expected.world_size}"
     missing = sorted(set(range(expected.world_size)) - wrote - silent)
     foreign = sorted(rank for rank in wrote if rank >= expected.world_size)
     return [f"{told}, but rank {rank} has no parts" for rank in missing] + [

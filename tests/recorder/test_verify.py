@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from toy_runs import NEVER, add_part, bare_run, good_parts, layer, log_stats, log_toy_step, model, start
+from toy_runs import NEVER, add_part, bare_run, full_model, good_parts, log_full_step, start
 
 from recorder.compact import compact_run
 from recorder.parts import part_name
@@ -124,7 +124,7 @@ def test_expert_choice(tmp_path):
 @pytest.mark.parametrize("closed", [True, False])
 def test_ranks_segments_and_steps_in_several_parts(tmp_path, closed):
     """Two ranks, a resume that records steps again, and flushes in the middle of a step."""
-    manifest = model(layer(0, 0, 2, top_k=1), layer(1, 1, 2, top_k=1)) | {"world_size": 2}
+    manifest = full_model() | {"world_size": 2}
     for segment, steps in ((0, range(8)), (1, range(5, 10))):
         for rank in range(2):
             resume = segment > 0
@@ -132,26 +132,15 @@ def test_ranks_segments_and_steps_in_several_parts(tmp_path, closed):
                 tmp_path / "run", manifest=manifest, rank=rank, resume=resume, flush_rows=5, flush_bytes=300, **NEVER
             )
             for step in steps:
-                log_toy_step(writer, step, 4, layers=((0, 0), (1, 1)))
+                log_full_step(writer, step)
             if closed:
                 writer.finalize()
             else:
-                log_stats(writer, steps[-1] + 1, load=(4, 0))  # the tail of a step that never ended
+                log_full_step(writer, steps[-1] + 1, ended=False)
                 writer.flush()
-    edit_loads(tmp_path / "run")
     report = verify_run(tmp_path / "run")
     assert report.problems == ()
     assert len(Run(tmp_path / "run").segments) == 2
-
-
-def edit_loads(path):
-    """Loads that fit the decisions of `log_toy_step`, whose every token chooses expert 0."""
-    for part in (path / "layer_stats").iterdir():
-        rows = pq.read_table(part)
-        metadata = pq.read_metadata(part).metadata
-        loads = pa.array([[4, 0]] * rows.num_rows, rows.schema.field("load").type)
-        rows = rows.set_column(rows.schema.get_field_index("load"), "load", loads)
-        pq.write_table(rows.replace_schema_metadata(metadata), part)
 
 
 def test_an_old_writers_run(tmp_path):
@@ -245,9 +234,9 @@ def test_missing_rank(tmp_path):
         writer.finalize()
     assert faults(tmp_path / "run") == []
     (tmp_path / "run" / "steps" / part_name(1, 0)).unlink()
-    expect(tmp_path / "run", "run.json: run.json has world_size 3, but rank 1 has no parts")
+    expect(tmp_path / "run", "run.json: world_size is 3, but rank 1 has no parts")
     edit_manifest(tmp_path / "run", lambda manifest: manifest.update(world_size=1))
-    expect(tmp_path / "run", "run.json: run.json has world_size 1, but rank 2 has parts")
+    expect(tmp_path / "run", "run.json: world_size is 1, but rank 2 has parts")
 
 
 # --- faults in the rows
@@ -412,11 +401,13 @@ def test_while_a_process_writes_and_compacts(tmp_path):
 WRITE = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from toy_runs import log_toy_step
+from toy_runs import compact_while_writing, full_model, log_full_step
 from recorder.writer import RunWriter
-writer = RunWriter(sys.argv[1], flush_rows=7)
-for step in range(150):
-    log_toy_step(writer, step, 4 if step % 2 else 8 - 4, decisions=False)
+writer = RunWriter(sys.argv[1], manifest=full_model(), flush_rows=37)
+for step in range(60):
+    log_full_step(writer, step)
+    if step % 20 == 19:
+        compact_while_writing(writer)
 writer.finalize()
 """
 
