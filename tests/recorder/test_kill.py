@@ -159,7 +159,7 @@ def test_killed_at_every_rename_and_removal(tmp_path, moment):
                 assert not list(path.glob("*/*.parquet"))
         else:
             steps = check_killed(path, int(flushed))
-            if int(number) % 5 == 0:
+            if int(number) % 10 == 0:
                 check_resumed(path, steps)
 
 
