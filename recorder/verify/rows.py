@@ -77,7 +77,9 @@ class Checker:
     def _check_layers(self, rows: pa.Table, keys: pd.DataFrame, file: str) -> None:
         if not self.expected.layer_of:
             return
-        layers = self.expected.by_router({r: at + 1 for r, at in self.expected.layer_of.items()}, keys["router"])
+        layers = self.expected.by_router(
+            {r: at + 1 for r, at in self.expected.layer_of.items()}, keys["router"].to_numpy()
+        )
         unknown = layers == 0
         self.findings.add_rows(file, "router is none of run.json's", keys, unknown)
         other = ~unknown & (_whole(rows, "layer", -1) != layers - 1)
@@ -122,10 +124,10 @@ class Checker:
         ids_NK, lengths = _ids(rows["experts"])
         num_experts = self.expected.by_router(self.expected.experts, routers)
         limit = np.where(num_experts > 0, num_experts, np.iinfo(np.int64).max)[:, None]
-        outside = ((ids_NK < -1) | (ids_NK >= limit)).any(axis=1)
+        outside = np.any((ids_NK < -1) | (ids_NK >= limit), axis=1)
         self.findings.add_rows(file, "expert id is out of range", keys, outside)
         sorted_NK = np.sort(ids_NK, axis=1)
-        twice = ((sorted_NK[:, 1:] == sorted_NK[:, :-1]) & (sorted_NK[:, 1:] >= 0)).any(axis=1)
+        twice = np.any((sorted_NK[:, 1:] == sorted_NK[:, :-1]) & (sorted_NK[:, 1:] >= 0), axis=1)
         self.findings.add_rows(file, "the same expert is chosen twice for a token", keys, twice)
         for name in ("weights", "kept"):
             if name in rows.column_names:
@@ -136,8 +138,12 @@ class Checker:
         top_k = self.expected.by_router(self.expected.top_k, routers)
         odd = (top_k > 0) & (choices > 0) & (choices != top_k)
         few, many = np.where(choices > 0, choices, np.iinfo(np.int64).max), choices
-        extra = {"load_print": (prints, np.add), "odd": (odd.astype(np.int64), np.add)}
-        extra |= {"few": (few, np.minimum), "many": (many, np.maximum)}
+        extra: dict[str, tuple[np.ndarray, np.ufunc]] = {
+            "load_print": (prints, np.add),
+            "odd": (odd.astype(np.int64), np.add),
+            "few": (few, np.minimum),
+            "many": (many, np.maximum),
+        }
         return self._blocks(keys, file, **extra)
 
     def _check_domains(self, rows: pa.Table, keys: pd.DataFrame, file: str) -> None:

@@ -186,5 +186,5 @@ def test_no_room_to_compact(on_small_disk):
         assert [len(seen.decisions(step, 1)) for step in range(4)] == [60_000] * 4
         assert len(list((run / "decisions").iterdir())) == 2
         """,
-        kilobytes=2000,
+        kilobytes=6000,
     )
