@@ -79,7 +79,8 @@ def verify_run(path: str | Path) -> Report:
     try:
         manifest = read_manifest(path)
     except RunUnreadableError as error:
-        problem = Problem(file="run.json", text=str(error).removeprefix(f"{path / 'run.json'} "))
+        text = str(error).removeprefix(f"{path / 'run.json'} ").removeprefix(f"{path}: run.json ")
+        problem = Problem(file="run.json", text=text)
         unread = {"run_id": path.name, "status": "unreadable", "parts": 0, "rows": 0, "size": 0}
         return Report(path=path, problems=(problem,), notes=(), **unread)  # type: ignore[arg-type]
     expected = Expected(manifest)
@@ -130,10 +131,8 @@ def _read_table(reader: TableReader, expected: Expected) -> tuple[pd.DataFrame, 
                 try:
                     for batch in _batches(reader.folder / file.name):
                         digests.append(_named(checker.digest(batch, file.name), place, part_rank(file.name) or 0))
-                except FileNotFoundError:
-                    raise
-                except (pa.ArrowException, OSError, ValueError) as error:
-                    findings.add(place, f"cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}")
+                except _UnreadableError as error:
+                    findings.add(place, f"cannot be read: {error}")
         except FileNotFoundError:
             reader.relist()
             continue
@@ -141,10 +140,19 @@ def _read_table(reader: TableReader, expected: Expected) -> tuple[pd.DataFrame, 
     raise FileNotFoundError(f"parts of {reader.folder} vanish faster than they can be read")
 
 
+class _UnreadableError(Exception):
+    """A part that is damaged past its footer."""
+
+
 def _batches(path: Path) -> Iterator[pa.Table]:
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        for batch in file.iter_batches(_BATCH_ROWS):
-            yield pa.Table.from_batches([batch])
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for batch in file.iter_batches(_BATCH_ROWS):
+                yield pa.Table.from_batches([batch])
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _UnreadableError(next(iter(str(error).splitlines()), type(error).__name__)) from None
 
 
 def _named(digest: pd.DataFrame, file: str, writer: int) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recorder.schema import PHASES
+from recorder.schema import PHASES, SCHEMAS
 from recorder.verify.expected import Expected
 from recorder.verify.findings import Findings
 
@@ -34,7 +34,7 @@ class Checker:
     def digest(self, rows: pa.Table, part: str) -> pd.DataFrame:
         """Check one batch of a part; its digest has the columns `KEYS` and what the table adds."""
         file = f"{self.table}/{part}"
-        rows = self._without_null_keys(rows, file)
+        rows = self._prepared(rows, file)
         keys = self._keys(rows)
         wrong_phase = (keys["phase"] < 0).to_numpy()
         self.findings.add_rows(file, f"phase is none of {', '.join(PHASES)}", keys, wrong_phase)
@@ -54,7 +54,12 @@ class Checker:
             return self._blocks(keys.assign(token=_whole(rows, "token", -1)), file)
         return keys
 
-    def _without_null_keys(self, rows: pa.Table, file: str) -> pa.Table:
+    def _prepared(self, rows: pa.Table, file: str) -> pa.Table:
+        for field in SCHEMAS[self.table]:
+            if field.name in rows.column_names and pa.types.is_null(rows[field.name].type):  # a writer that had none
+                rows = rows.set_column(
+                    rows.column_names.index(field.name), field.name, rows[field.name].cast(field.type)
+                )
         needed = [name for name in ("step", "layer", "token", "load", "experts") if name in rows.column_names]
         for name in needed:
             if rows[name].null_count:
@@ -164,19 +169,15 @@ class Checker:
             keys = keys.iloc[order].reset_index(drop=True)
             extra = {name: (values[order], reduce) for name, (values, reduce) in extra.items()}
         starts = _starts(keys, names)
-        if not len(starts):
-            return keys.assign(count=0, low=0, high=0, token_print=np.uint64(0), **dict.fromkeys(extra, 0))
         tokens = keys["token"].to_numpy()
-        self.findings.add_rows(file, "rows are there twice", keys, _repeated(tokens, starts))
+        if len(starts):
+            self.findings.add_rows(file, "rows are there twice", keys, _repeated(tokens, starts))
+        extra |= {"low": (tokens, np.minimum), "high": (tokens, np.maximum), "token_print": (_hash(tokens), np.add)}
+        reduced = {
+            name: reduce.reduceat(values, starts) if len(starts) else values for name, (values, reduce) in extra.items()
+        }
         blocks = keys.iloc[starts][names].reset_index(drop=True)
-        reduced = {name: reduce.reduceat(values, starts) for name, (values, reduce) in extra.items()}
-        return blocks.assign(
-            count=np.diff([*starts, len(keys)]),
-            low=np.minimum.reduceat(tokens, starts),
-            high=np.maximum.reduceat(tokens, starts),
-            token_print=np.add.reduceat(_hash(tokens), starts),
-            **reduced,
-        )
+        return blocks.assign(count=np.diff(np.append(starts, len(keys))), **reduced)
 
 
 class _Lists:

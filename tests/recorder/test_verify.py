@@ -14,13 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 from toy_runs import NEVER, add_part, bare_run, full_model, good_parts, log_full_step, start
 
-from recorder.compact import compact_run
 from recorder.parts import part_name
 from recorder.reader import Run
 from recorder.training.config import ToyConfig
 from recorder.training.loop import train
 from recorder.verify import verify_run
-from recorder.writer import RunExistsError, RunWriter
+from recorder.writer import RunWriter
 
 SAMPLES = Path(__file__).parents[2] / "sample_runs"
 FIRST = "part-r00000-000000.parquet"
@@ -428,26 +427,6 @@ def test_killed_and_unfinished(tmp_path):
     assert report.notes[0].startswith("the run was never closed")
     (tmp_path / "run" / "steps" / ".part-r00000-000009.parquet.abc.tmp").write_bytes(b"half")
     assert any("1 temporary file" in note for note in verify_run(tmp_path / "run").notes)
-
-
-def test_compact_run(tmp_path):
-    writer = good_parts(tmp_path / "run", parts=9)
-    with pytest.raises(RunExistsError, match=r"is still being written by process \d+"):
-        compact_run(tmp_path / "run")
-    edit_manifest(tmp_path / "run", lambda manifest: manifest["process"].update(pid=2**22 + 1))
-    (tmp_path / "run" / "steps" / ".part-r00000-000009.parquet.abc.tmp").write_bytes(b"half")
-    before = Run(tmp_path / "run")
-    frames = [before.steps(), before.layer_stats(), before.decisions(3, 0), before.tokens(3)]
-    done = compact_run(tmp_path / "run")
-    assert (done.parts_before, done.parts_after) == (36, 4)
-    after = Run(tmp_path / "run")
-    assert after.status == "unfinished"
-    for old, new in zip(
-        frames, [after.steps(), after.layer_stats(), after.decisions(3, 0), after.tokens(3)], strict=True
-    ):
-        assert old.equals(new)
-    assert not list((tmp_path / "run").rglob("*.tmp"))
-    del writer
 
 
 def command(*arguments):
