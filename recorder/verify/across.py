@@ -170,6 +170,8 @@ class Across:
     def _check_tokens(self, decisions: pd.DataFrame, tokens: pd.DataFrame) -> None:
         """`tokens` has a row for each token that any router has decisions of, and for no other."""
         decisions = decisions.loc[self._settled(decisions)]
+        if self.expected.imported and not len(tokens):
+            return
         without = ~_has(decisions, self.digests["tokens"], KEYS)
         self._miss("tokens", decisions, without, "no rows for what decisions has")
         # Routers that see the same tokens have the same print; encoder and decoder have two prints that add up.
@@ -183,7 +185,7 @@ class Across:
                 decided.append(self._tokens_of("decisions", row[[*KEYS, "router"]]))
                 if not np.isin(decided[-1], known).all():
                     self._add(row.to_frame().T, np.ones(1, bool), "token numbers have no row in tokens")
-            if not np.isin(known, np.concatenate(decided)).all():
+            if not self.expected.imported and not np.isin(known, np.concatenate(decided)).all():
                 self._add(key.to_frame().T, np.ones(1, bool), "token numbers have no decisions")
 
     def _check_last_step(self) -> None:

@@ -16,6 +16,8 @@ class Expected:
     Attributes:
         status: as a reader shows it: running, finished, cancelled, failed or unfinished.
         closed: the run was ended properly, so that everything recorded is there.
+        imported: made from another program's dump, which tells what it tells: decisions may be of tokens that it
+            does not place, and tokens without decisions.
         segment: the last one.
         world_size: number of ranks, or None.
         layer_of: each router's layer, as far as the manifest lists them.
@@ -27,6 +29,7 @@ class Expected:
         self.manifest = manifest
         self.status = run_status(dict(manifest))
         self.closed = self.status in STATUSES[1:]
+        self.imported = str(manifest.get("source") or "").startswith("import")
         self.segment = _number(manifest.get("segment")) or 0
         self.world_size = _number(manifest.get("world_size"))
         self.recorded: dict[str, Any] = manifest.get("recorded") or {}

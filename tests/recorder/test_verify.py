@@ -142,6 +142,15 @@ def test_ranks_segments_and_steps_in_several_parts(tmp_path, closed):
     assert len(Run(tmp_path / "run").segments) == 2
 
 
+def test_an_imported_run(run):
+    """A dump may not say where its tokens stood, or which experts some of them had."""
+    edit_manifest(run, lambda manifest: manifest.update(source="import: another program's trace"))
+    edit_rows(run, "decisions", lambda rows: rows.filter(pc.not_equal(rows["token"], 5)))
+    assert faults(run) == []
+    shutil.rmtree(run / "tokens")
+    assert faults(run) == []
+
+
 def test_an_old_writers_run(tmp_path):
     """No phase, rank, segment or router columns, no world size, and a bare model."""
     path = bare_run(tmp_path / "run")
