@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from recorder.bench import DispatchShape, _peak_bytes, measure_dispatch
+from recorder.bench import _peak_bytes, measure_dispatch
+from recorder.dispatch_shape import ACTIVATIONS, PRESETS, DispatchShape
 
 SMALL = DispatchShape(d_model=16, d_ff=8, num_experts=4, top_k=2, num_tokens=30)
 
@@ -85,7 +86,7 @@ def test_the_command_prints_a_table_or_json():
     ("arguments", "message"),
     [
         (["--top-k", "9"], "--top-k 9 is not between 1 and --num-experts 8"),
-        (["--tokens", "0"], "--tokens 0 is below 1"),
+        (["--tokens", "0"], "--tokens 0 is not between 1 and 10000000"),
         (["--activation", "relu"], "'relu' is unknown"),
         (["--rounds", "0"], "--rounds 0"),
     ],
