@@ -34,13 +34,15 @@ SLOW, SLOW_ROUNDS = 10, 2  # a candidate this many times slower than the fastest
 class Timing:
     """One candidate: what one forward and backward pass takes.
 
-    milliseconds: the median over rounds. relative: the median over rounds of its time divided by the dense product's
+    milliseconds: the median over rounds; least_milliseconds: the shortest round, far below the median where something
+    else keeps the machine busy. relative: the median over rounds of its time divided by the dense product's
     in the same round. peak_mib: memory allocated at most, beyond what stood before. difference: the largest absolute
     difference to naive of outputs and gradients, None for what gives other results by nature. rounds: how many.
     """
 
     name: str
     milliseconds: float
+    least_milliseconds: float
     relative: float
     peak_mib: float
     difference: float | None
@@ -115,6 +117,7 @@ def measure_dispatch(
         Timing(
             name=name,
             milliseconds=1e3 * statistics.median(taken),
+            least_milliseconds=1e3 * min(taken),
             relative=statistics.median(own / dense for own, dense in zip(taken, seconds[DENSE], strict=False)),
             peak_mib=_peak_bytes(candidates[name]) / 2**20,
             difference=differences.get(name),

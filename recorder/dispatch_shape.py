@@ -1,4 +1,4 @@
-"""What `routescope bench dispatch` times: a shape, its limits and what it will cost. No torch, so that forms can ask it."""
+"""What `routescope bench dispatch` times: a shape, its limits, what it will cost. No torch, so that forms can ask it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DispatchShape:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the experts' matrix products, forward and backward: 6 for each parameter used."""
+        """Floating-point operations of the experts' matrix products, forward and backward: 6 a parameter and use."""
         return 6 * self.assignments * self.expert_parameters
 
     def estimated_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Horizontal bars, one a candidate, against a reference line: what each takes beside the one thing it is measured by."""
+"""Horizontal bars, one a candidate, against a line at what all of them are measured by."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reference_bars(
     """A bar for each candidate, the first on top, and a dashed line at the reference.
 
     reference: the value all are measured by, in the same unit as `ReferenceBar.value`. part_name: what the parts of
-    bars are, named in their hover and a legend.
+    bars are, drawn darker and named in their hover.
     Raises ValueError without bars, and for a negative or non-finite value.
     """
     if not bars:
@@ -64,7 +64,7 @@ def reference_bars(
                 x=[min(bar.part, end) for bar in bars],
                 orientation="h",
                 marker={"color": p.block_line},
-                name=part_name,
+                showlegend=False,
                 hovertemplate=f"<b>%{{y}}</b><br>{plain(part_name)}: %{{customdata:,.3g}}<extra></extra>",
                 customdata=[bar.part for bar in bars],
             )
@@ -104,7 +104,7 @@ def reference_bars(
         height=_ROW * len(bars) + 64,
         head=26,
         left=112,
-        legend=bool(part_name),
+        legend=False,
         x_title=x_title,
         wrap_at=wrap_at,
     )

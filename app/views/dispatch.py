@@ -33,6 +33,7 @@ ABOUT = {
     LAYER: "a whole MoE layer: routing, default dispatcher",
 }
 DISAGREEMENT = 1e-2  # rounding of float32 stays far below
+SCATTER = 1.4  # a median this many times the shortest round: the machine was not quiet
 _TIE = 1.03  # a time this close to the fastest is as fast
 _POLL_S = 0.5
 _STARTED = "_dispatch_started"
@@ -296,8 +297,22 @@ def _large_numbers(report: Mapping[str, Any], timings: Mapping[str, Mapping[str,
         help="The largest absolute difference from naive, over outputs and the gradients of tokens, gate values and "
         "every weight. Sums in another order differ by float32 rounding.",
     )
+    if is_disturbed(report):
+        st.warning(
+            "The rounds scatter widely: something else keeps this machine busy, and these times are not its best. "
+            "Measure again when it is quiet, or with fewer CPU threads.",
+            icon=":material/speed:",
+        )
     if largest is not None and largest > DISAGREEMENT:
         st.error(f"The dispatchers do not agree: they differ by up to {largest:.1e}, more than rounding explains.")
+
+
+def is_disturbed(report: Mapping[str, Any]) -> bool:
+    """Whether the rounds scatter as they do on a machine that is busy with something else."""
+    medians, least = zip(
+        *((timing["milliseconds"], timing["least_milliseconds"]) for timing in report["timings"]), strict=True
+    )
+    return float(np.median(np.array(medians) / np.array(least))) > SCATTER
 
 
 def largest_difference(report: Mapping[str, Any]) -> float | None:
@@ -311,7 +326,8 @@ def _times(report: Mapping[str, Any], timings: Mapping[str, Mapping[str, Any]]) 
         ReferenceBar(
             name=_shown(name),
             value=timings[name]["milliseconds"],
-            label=f"{milliseconds(timings[name]['milliseconds'])}, {timings[name]['relative']:.2f}x",
+            label=f"{milliseconds(timings[name]['milliseconds'])}, {timings[name]['relative']:.2f}x"
+            + (f", routing {percent(report['routing_share'])}" if name == LAYER else ""),
             accent=name == fastest,
             part=timings[ROUTING]["milliseconds"] if name == LAYER else 0.0,
         )
@@ -324,7 +340,7 @@ def _times(report: Mapping[str, Any], timings: Mapping[str, Mapping[str, Any]]) 
         reference_label=f"dense {milliseconds(dense)}",
         title="Time, forward and backward",
         x_title="milliseconds",
-        part_name="routing",
+        part_name="routing, ms",
         theme=charts.theme(),
         wrap_at=56,
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recorder.bench import _peak_bytes, measure_dispatch
-from recorder.dispatch_shape import ACTIVATIONS, PRESETS, DispatchShape
+from recorder.dispatch_shape import DispatchShape
 
 SMALL = DispatchShape(d_model=16, d_ff=8, num_experts=4, top_k=2, num_tokens=30)
 
@@ -25,7 +25,7 @@ def test_dispatchers_agree_and_every_one_is_timed():
     assert sum(report.load) == 60
     assert timings["dense"].relative == 1
     for timing in timings.values():
-        assert timing.milliseconds > 0
+        assert timing.milliseconds >= timing.least_milliseconds > 0
         assert timing.peak_mib > 0
     assert timings["naive"].difference == 0
     assert max(timings[name].difference for name in ("auto", "masked", "sorted", "grouped")) < 1e-4
