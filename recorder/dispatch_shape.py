@@ -1,4 +1,4 @@
-"""What `routescope bench dispatch` times: a shape, its limits, what it will cost. No torch, so that forms can ask it."""
+"""What `routescope bench dispatch` times: shapes, limits and what they cost. No torch, so that forms can ask it."""
 
 from __future__ import annotations
 
