@@ -84,7 +84,7 @@ def problems(values: Mapping[str, Any]) -> list[str]:
     if seconds > LONGEST_S:
         return [
             f"This would take about {duration(seconds)}; the page measures what takes up to "
-            f"{duration(LONGEST_S)}. Fewer rounds or tokens take less."
+            f"{LONGEST_S / 60:.0f} minutes. Fewer rounds or tokens take less."
         ]
     return []
 

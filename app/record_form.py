@@ -15,7 +15,7 @@ from recorder import run_ids
 from recorder.training.config import LM_ONLY, ROUTERS, ToyConfig
 
 DEFAULTS = ToyConfig()
-TASKS = {"lm": "Language model on text", "regression": "Regression, y = tanh(xW)"}
+TASKS = {"lm": "Language model", "regression": "Regression"}
 BALANCERS = {
     "none": "None",
     "aux": "Aux loss",
@@ -23,7 +23,7 @@ BALANCERS = {
     "quantile": "Quantile",
     "aux+sign-bias": "Aux loss and sign bias",
     "aux+quantile": "Aux loss and quantile",
-    "sign-bias+sequence-aux": "Sign bias and sequence aux loss",
+    "sign-bias+sequence-aux": "Sign bias, sequence aux",
 }
 LABELS = {
     "task": "Task",
@@ -80,7 +80,7 @@ EXPECTATIONS = {
     "switch": "Expect an early collapse that is pulled back; 5 to 10% of assignments are dropped for lack of room.",
     "mixtral": "Expect every expert busy, the busiest at about 1.1x its share.",
     "deepseek-v3": "Expect the last layer to tip over in the first steps and the bias to bring it back.",
-    "olmoe": "Expect many experts above and below their share: 64 are hard to even out. The slowest of all to record.",
+    "olmoe": "Expect no idle expert of 64, the busiest at 1.5 to 1.8x its share. The slowest of all to record.",
 }
 _LONGEST_SHOWN = 120  # letters of a path in a message
 _LAST = "record_last_values"
