@@ -151,7 +151,6 @@ def _controls(values: settings.Values, *, can_run: bool) -> bool:
             labels if preset else [_OWN, *labels],
             key=f"{_KEY}preset",
             on_change=_take_preset,
-            args=(values,),
             width=360,
             help="Width x expert width, top-k of experts, tokens in the batch. *Set values* changes each of them.",
         )
@@ -174,26 +173,32 @@ def _fields(values: settings.Values) -> None:
                 key=f"{_KEY}{name}",
                 help=_HELP.get(name),
                 on_change=_store,
+                args=(name,),
             )
     _fill("activation", values["activation"])
-    st.selectbox(settings.LABELS["activation"], ACTIVATIONS, key=f"{_KEY}activation", on_change=_store)
+    st.selectbox(
+        settings.LABELS["activation"], ACTIVATIONS, key=f"{_KEY}activation", on_change=_store, args=("activation",)
+    )
 
 
 def _fill(name: str, chosen: Any) -> None:
-    if f"{_KEY}{name}" not in st.session_state or st.session_state[f"{_KEY}{name}"] != chosen:
-        st.session_state[f"{_KEY}{name}"] = chosen
+    # On every run: the browser draws the fields of a closed popover only once it is opened, from the newest run.
+    st.session_state[f"{_KEY}{name}"] = chosen
 
 
-def _store() -> None:
-    """Widget callback: what the fields show is now wanted."""
-    state.choose(dispatch=settings.as_text({name: st.session_state[f"{_KEY}{name}"] for name in settings.LABELS}))
+def _store(name: str) -> None:
+    """Widget callback: what this field shows is now wanted."""
+    # Of this field alone: those that the browser has not drawn yet, in a closed popover, have no values of their own.
+    values = settings.from_text(state.wanted("dispatch")) | {name: st.session_state[f"{_KEY}{name}"]}
+    state.choose(dispatch=settings.as_text(values))
 
 
-def _take_preset(values: settings.Values) -> None:
+def _take_preset() -> None:
     """Widget callback: the preset's shape, and the rounds and threads as they were."""
     label = st.session_state[f"{_KEY}preset"]
     shape = next((shape for shape in PRESETS if settings.preset_label(shape) == label), None)
     if shape is not None:
+        values = settings.from_text(state.wanted("dispatch"))
         kept = {name: values[name] or settings.DEFAULTS[name] for name in ("rounds", "threads")}
         state.choose(dispatch=settings.as_text(settings.of_preset(shape, **kept)))
 

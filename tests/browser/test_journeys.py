@@ -182,6 +182,7 @@ def test_dispatchers_are_measured_cancelled_and_found_again_after_a_reload(page,
     expect(page.get_by_text("Cancelled; nothing of it is kept.")).to_be_visible()
 
     page.get_by_role("button", name="Set values").click()
+    expect(page.locator(".st-key-dispatch_num_tokens input").first).to_have_value("20000")
     for name, value in {"d_model": 16, "d_ff": 8, "num_tokens": 30, "rounds": 2}.items():
         field = page.locator(f".st-key-dispatch_{name} input").first
         field.fill(str(value))
@@ -204,6 +205,13 @@ def test_dispatchers_are_measured_cancelled_and_found_again_after_a_reload(page,
     assert answer.inner_text() == said
 
 
+def choose_in_form(page, key, option):
+    field = page.locator(f".st-key-record_{key} input").first
+    field.scroll_into_view_if_needed()  # a list that is open closes when its page is scrolled
+    field.click()
+    page.get_by_role("option", name=option).click()
+
+
 def test_a_recipe_fills_the_form_and_leaves_what_it_is_not_about(page, dashboard):
     dashboard.open(page, "runs")
     page.locator(".st-key-record_expander summary").first.click()
@@ -211,12 +219,10 @@ def test_a_recipe_fills_the_form_and_leaves_what_it_is_not_about(page, dashboard
         field = page.locator(f".st-key-record_{key} input").first
         field.fill(str(value))
         field.press("Tab")
-    page.locator(".st-key-record_recipe input").first.click()
-    page.get_by_role("option", name="stable-latent").click()
+    choose_in_form(page, "recipe", "stable-latent")
     expect(page.locator(".st-key-record_latent_size input").first).to_have_value("32")
     expect(page.locator(".st-key-record_num_experts input").first).to_have_value("16")
     expect(page.locator(".st-key-record_steps input").first).to_have_value("7")
-    page.locator(".st-key-record_task input").first.click()
-    page.get_by_role("option", name="Regression").click()
+    choose_in_form(page, "task", "Regression")
     expect(page.locator(".st-key-record_num_layers")).to_have_count(0)
     expect(page.locator(".st-key-record_num_experts input").first).to_have_value("8")

@@ -55,7 +55,13 @@ def test_memory_of_one_run():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"d_ff": 0}, "d_ff=0"), ({"top_k": 5}, "top_k=5.*num_experts=4"), ({"num_tokens": -1}, "num_tokens=-1")],
+    [
+        ({"d_ff": 0}, "d_ff=0"),
+        ({"activation": "relu"}, "'relu'"),
+        ({"skew": float("nan")}, "skew=nan"),
+        ({"top_k": 5}, "top_k=5.*num_experts=4"),
+        ({"num_tokens": -1}, "num_tokens=-1"),
+    ],
 )
 def test_bad_shapes_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -76,7 +82,9 @@ def test_the_command_prints_a_table_or_json():
     assert "1 threads" in plain.stdout
     for name in ("dense", "routing", "auto", "naive", "masked", "sorted", "grouped"):
         assert f"\n{name} " in plain.stdout
-    result = json.loads(bench(*options, "--json").stdout)
+    told = bench(*options, "--json", "--progress")
+    assert told.stderr.splitlines() == ["round 0 of 2", "round 1 of 2", "round 2 of 2"]
+    result = json.loads(told.stdout)
     assert result["shape"]["num_tokens"] == 30
     assert len(result["load"]) == 4
     assert {"name", "milliseconds", "relative", "peak_mib", "difference", "rounds"} == set(result["timings"][0])
