@@ -109,7 +109,7 @@ def reference_bars(
         wrap_at=wrap_at,
     )
     # Room to the right of the longest bar for what is written beside it.
-    fig.update_xaxes(range=[0, max(longest, reference) * 1.5], rangemode="tozero")
+    fig.update_xaxes(range=[0, max(longest, reference) * 1.7], rangemode="tozero")
     fig.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], showgrid=False, ticksuffix=" ")
     fig.update_layout(barmode="stack", bargap=0.3, hovermode="closest")
     return fig

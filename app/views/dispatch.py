@@ -264,8 +264,8 @@ def _result(report: Mapping[str, Any], values: settings.Values) -> None:
         f"Measured on this machine: {settings.in_words(values)}; medians over {rounds:,} "
         f"{'round' if rounds == 1 else 'rounds'} in which all took turns. "
         "Look for the shortest bar, and how near it comes to the dashed line: one dense product with as many FLOPs, "
-        "which no dispatcher is expected to beat. On a CPU auto is sorted, timed once more: as far as their two bars "
-        "differ, so little can these times be trusted."
+        "which no dispatcher is expected to beat. On a CPU auto is sorted, timed once more: the gap between their two "
+        "bars is the noise in these times."
     )
     left, right = st.columns([3, 2])
     with left:
