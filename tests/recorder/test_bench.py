@@ -87,7 +87,8 @@ def test_the_command_prints_a_table_or_json():
     result = json.loads(told.stdout)
     assert result["shape"]["num_tokens"] == 30
     assert len(result["load"]) == 4
-    assert {"name", "milliseconds", "relative", "peak_mib", "difference", "rounds"} == set(result["timings"][0])
+    keys = {"name", "milliseconds", "least_milliseconds", "relative", "peak_mib", "difference", "rounds"}
+    assert set(result["timings"][0]) == keys
 
 
 @pytest.mark.parametrize(
