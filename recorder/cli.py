@@ -402,19 +402,27 @@ def dispatch(
     rounds: Annotated[int, typer.Option(help="Rounds, in each of which all take turns.")] = 10,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+    progress: Annotated[bool, typer.Option("--progress", help="Say on stderr which round is done.")] = False,
 ) -> None:
     """Time the dispatchers side by side, forward and backward, and show that they agree."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which sees the memory, talks on stderr
-    from .bench import DispatchShape, measure_dispatch, report_rows, set_threads  # torch is loaded here
+    from .bench import measure_dispatch, report_rows, set_threads  # torch is loaded here
+    from .dispatch_shape import DispatchShape
+
+    def tell(done: int) -> None:
+        print(f"round {done} of {rounds}", file=sys.stderr, flush=True)
 
     set_threads(threads)
     sizes = {"d_model": d_model, "d_ff": d_ff, "num_experts": num_experts, "top_k": top_k, "num_tokens": tokens}
     try:
-        shape = DispatchShape(**sizes, activation=activation, skew=skew)  # type: ignore[arg-type]
-        report = measure_dispatch(shape, rounds=rounds)
+        shape = DispatchShape(**sizes, activation=activation, skew=skew)
+        report = measure_dispatch(shape, rounds=rounds, on_round=tell if progress else None)
     except ValueError as error:
         message = str(error).replace("num_tokens=", "--tokens ")
         raise CommandError(re.sub(r"\b(\w+)=", lambda m: "--" + m[1].replace("_", "-") + " ", message)) from None
+    except (RuntimeError, MemoryError) as error:  # no memory for a layer of this size
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CommandError(f"the measurement failed: {reason}", FAILED) from None
     if as_json:
         _print_json(asdict(report))
         return
