@@ -31,6 +31,4 @@ class Count:
         return cls(parameters, parameters, multiplied)
 
     def __add__(self, other: Count) -> Count:
-        return Count(
-            self.total + other.total, self.active + other.active, self.multiplied + other.multiplied
-        )
+        return Count(self.total + other.total, self.active + other.active, self.multiplied + other.multiplied)

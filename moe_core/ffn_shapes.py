@@ -123,9 +123,7 @@ class MoEFFN:
             shared = _network(d_model, self.shared_d_ff, self.activation, self.shared_bias) + Count.of_all(gate, gate)
         return {
             "router": Count.of_all(weights + (self.num_experts if self.router_bias else 0), weights),
-            "routed": Count(
-                self.num_experts * expert.total, self.top_k * expert.total, self.top_k * expert.multiplied
-            ),
+            "routed": Count(self.num_experts * expert.total, self.top_k * expert.total, self.top_k * expert.multiplied),
             "shared": shared,
             "latent": latent,
         }
@@ -135,6 +133,4 @@ FFN = DenseFFN | MoEFFN
 
 
 def _network(d_model: int, d_ff: int, activation: str, bias: bool) -> Count:
-    return Count.of_all(
-        ffn_parameters(d_model, d_ff, activation, bias=bias), ffn_parameters(d_model, d_ff, activation)
-    )
+    return Count.of_all(ffn_parameters(d_model, d_ff, activation, bias=bias), ffn_parameters(d_model, d_ff, activation))

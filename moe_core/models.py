@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 from .layer_patterns import moe_layer_indices
 from .layout import Attention, DenseFFN, GroupedQueryAttention, LatentAttention, Layer, Layout, MoEFFN
+from .transformer_config import MoETransformerConfig
+from .transformer_layout import transformer_layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +106,7 @@ def _moe(num_experts: int, top_k: int, expert_d_ff: int, shared_d_ff: int = 0, *
 _GPT_OSS_ATTENTION = _gqa(64, 8, 64, qkv_bias=True, out_bias=True, sinks=True)
 _GPT_OSS_EXPERTS: dict[str, Any] = {"activation": "clamped-glu", "router_bias": True, "expert_bias": True}
 
+# fmt: off
 _PUBLISHED = (
     _model(
         "Mixtral-8x7B", 32_000, 4096, 32, _gqa(32, 8), _moe(8, 2, 14_336),
@@ -110,7 +114,8 @@ _PUBLISHED = (
     ),
     _model(
         "Mixtral-8x22B", 32_000, 6144, 56, _gqa(48, 8), _moe(8, 2, 16_384),
-        total="141B", active="39B", convention="all", stated=True, source="Mistral AI, Cheaper, Better, Faster, Stronger (2024)",
+        total="141B", active="39B", convention="all", stated=True,
+        source="Mistral AI, announcement of Mixtral 8x22B (2024)",
     ),
     _model(
         "DeepSeek-V2", 102_400, 5120, 60, _mla(128), _moe(160, 6, 1536, 3072), dense=(1, 12_288),
@@ -158,3 +163,85 @@ _PUBLISHED = (
         note="The published total also counts the layer for multi-token prediction, and leaves embeddings out.",
     ),
 )
+# fmt: on
+
+PUBLISHED: Mapping[str, PublishedModel] = MappingProxyType({model.name: model for model in _PUBLISHED})
+"""Published models by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeachingSize:
+    """A shape to learn on: round numbers of parameters, a MoETransformer that can be built.
+
+    name: such as "tiny". about_total, about_active: what it stands for; `layout` says what it holds.
+    options: fields of MoETransformerConfig, which `MoETransformer` builds.
+    """
+
+    name: str
+    about_total: int
+    about_active: int
+    options: Mapping[str, Any]
+
+    @property
+    def config(self) -> MoETransformerConfig:
+        return MoETransformerConfig(**self.options)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return transformer_layout(self.config, self.name)
+
+
+def _size(name: str, about_total: int, about_active: int, **options: int) -> TeachingSize:
+    return TeachingSize(
+        name=name, about_total=about_total, about_active=about_active, options=MappingProxyType(options)
+    )
+
+
+TEACHING_SIZES: Mapping[str, TeachingSize] = MappingProxyType(
+    {
+        size.name: size
+        for size in (
+            _size(
+                "tiny", 10**6, 5 * 10**5,
+                vocab_size=1024, d_model=96, num_layers=4, num_heads=4, d_ff=128, moe_frequency=2,
+                num_experts=16, top_k=2, expert_d_ff=64,
+            ),
+            _size(
+                "small", 10**8, 4 * 10**7,
+                vocab_size=8192, d_model=384, num_layers=6, num_heads=6, d_ff=1472, moe_frequency=1,
+                num_experts=8, top_k=2, expert_d_ff=1472, num_shared_experts=1,
+            ),
+            _size(
+                "medium", 7 * 10**9, 2 * 10**9,
+                vocab_size=32_768, d_model=2048, num_layers=32, num_heads=16, d_ff=6144, moe_frequency=2,
+                num_experts=32, top_k=4, expert_d_ff=1792,
+            ),
+            _size(
+                "large", 9 * 10**11, 45 * 10**9,
+                vocab_size=131_072, d_model=8192, num_layers=64, num_heads=64, d_ff=20_480, moe_frequency=2,
+                num_experts=256, top_k=2, expert_d_ff=4224, num_shared_experts=1,
+            ),
+        )
+    }
+)  # fmt: skip
+"""Four sizes to teach with, by name; each lands within 5% of the round numbers it stands for."""
+
+
+def model_names() -> tuple[str, ...]:
+    """Every name that `model_layout` knows."""
+    return (*PUBLISHED, *TEACHING_SIZES)
+
+
+def model_layout(name: str) -> Layout:
+    """The layout of a published model or a teaching size, whatever the case of its name.
+
+    Raises ValueError that names near ones, or all.
+    """
+    by_name = {known.casefold(): known for known in model_names()}
+    known = by_name.get(name.casefold())
+    if known is None:
+        near = [by_name[match] for match in get_close_matches(name.casefold(), by_name, n=3, cutoff=0.5)]
+        raise ValueError(
+            f"no model {name[:60]!r}; {'near it' if near else 'known'}: {', '.join(near or model_names())}"
+        )
+    return PUBLISHED[known].layout if known in PUBLISHED else TEACHING_SIZES[known].layout

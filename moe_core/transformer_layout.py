@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .layout import DenseFFN, GroupedQueryAttention, Layer, Layout, MoEFFN
-
-if TYPE_CHECKING:
-    from .transformer import MoETransformerConfig
+from .transformer_config import MoETransformerConfig
 
 
 def transformer_layout(config: MoETransformerConfig, name: str = "MoETransformer") -> Layout:

@@ -26,7 +26,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 def said(value: Any) -> str:
     """A value as an error names it: in one short line, however long or deep it is."""
     if isinstance(value, list | dict):
-        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 200:  # thousands of digits cannot even be written out
         return f"a number of {value.bit_length()} bits"
     text = repr(value)

@@ -43,6 +43,7 @@ def random_config(family: str, rng: random.Random) -> dict[str, Any]:
         "qk_nope_head_dim": rng.randint(1, 12),
         "qk_rope_head_dim": 2 * rng.randint(1, 6),
         "v_head_dim": rng.randint(1, 12),
+        "num_key_value_heads": heads,  # each head has keys of its own, expanded
         **bias,
     }
     kinds = {"mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(layers)]}
@@ -144,3 +145,8 @@ def config_of(family: str, fields: dict[str, Any]) -> Any:
 def parameters(model: torch.nn.Module) -> int:
     """Parameters, each counted once, balancer biases left out where a family makes parameters of them."""
     return sum(p.numel() for name, p in model.named_parameters() if not name.endswith(BALANCER_BIASES))
+
+
+def real_model(config: Any) -> torch.nn.Module:
+    """The same on the processor, to run."""
+    return AutoModelForCausalLM.from_config(config).eval()
