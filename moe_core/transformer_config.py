@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from .choices import Activation, DropPolicy, ScoreFunction
 from .layer_patterns import moe_layer_indices
-
-if TYPE_CHECKING:
-    from .capacity import DropPolicy
-    from .experts import Activation
-    from .routers import ScoreFunction
 
 
 @dataclass(frozen=True, kw_only=True)
