@@ -31,11 +31,6 @@ def model_table(layouts: Sequence[Layout]) -> pd.DataFrame:
         moe = next((layer.ffn for layer in layout.layers if layer.is_moe), None)
         row: dict[str, Any] = {
             "model": layout.name,
-            "layers": len(layout.layers),
-            "MoE layers": len(layout.moe_layers),
-            "experts": getattr(moe, "num_experts", None),
-            "top k": getattr(moe, "top_k", None),
-            "shared experts": getattr(moe, "num_shared_experts", None),
             "total": layout.total_parameters(),
         }
         row |= {f"active, {words}": layout.active_parameters(key) for key, words in CONVENTIONS.items()}
@@ -44,6 +39,11 @@ def model_table(layouts: Sequence[Layout]) -> pd.DataFrame:
             "published total": published and published.published_total,
             "published active": published and published.published_active,
             "published counts": published and CONVENTIONS[published.convention],
+            "layers": len(layout.layers),
+            "MoE layers": len(layout.moe_layers),
+            "experts": getattr(moe, "num_experts", None),
+            "top k": getattr(moe, "top_k", None),
+            "shared experts": getattr(moe, "num_shared_experts", None),
             "FLOPs per token": layout.flops_per_token(CONTEXT),
             "weights, bytes": layout.weight_bytes("bfloat16"),
             "cache per token, bytes": layout.cache_bytes_per_token("bfloat16"),

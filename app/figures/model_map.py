@@ -37,6 +37,7 @@ def model_map(
     height: int = 330,
     max_rows: int = MAX_ROWS,
     wrap_at: int = 88,
+    panel: bool = False,
 ) -> go.Figure:
     """Layers from left to right: dense layers plain blocks, MoE layers columns of experts, shared ones framed below.
 
@@ -47,6 +48,8 @@ def model_map(
     have a neutral colour (a layout diagram). A MoE layer that is not in it shows as "no data".
     selected: (layer index, expert or None) to frame. clickable: add invisible points with customdata (layer, expert),
     expert -1 for a dense layer, while there are at most MAX_CLICKABLE_CELLS.
+    panel: one of several side by side, half as wide: no numbers in the cells, half the ticks, and no note, so that all
+    stand at one height; the page says what a note would.
     Layers with more than `max_rows` experts show the busiest of a few neighbours in each cell, and the note says so.
     """
     p = palette(theme)
@@ -59,8 +62,10 @@ def model_map(
     moe = [layer for layer in layers if is_moe(layer)]
     drawn = sum(len(expert_groups(int(layer["num_experts"]), max_rows)) for layer in moe)
     has_points = clickable and drawn + len(layers) - len(moe) <= MAX_CLICKABLE_CELLS
-    numbered = 0 < sum(int(layer["num_experts"]) for layer in moe) <= MAX_NUMBERED_CELLS and all(
-        int(layer["num_experts"]) <= 16 for layer in moe
+    numbered = (
+        not panel
+        and 0 < sum(int(layer["num_experts"]) for layer in moe) <= MAX_NUMBERED_CELLS
+        and all(int(layer["num_experts"]) <= 16 for layer in moe)
     )
     for x, layer in enumerate(layers):
         index = int(layer["index"])
@@ -135,7 +140,7 @@ def model_map(
         fig,
         title=title,
         theme=theme,
-        note=_note(pooled, load_by_layer is not None, shared_any, _latent_words(moe, d_model)),
+        note=None if panel else _note(pooled, load_by_layer is not None, shared_any, _latent_words(moe, d_model)),
         height=height + 56,
         legend=False,
         left=24,
@@ -143,11 +148,11 @@ def model_map(
         x_title="layer",
         wrap_at=wrap_at,
     )
-    every = next_step(len(layers) / 32)
+    every = next_step(len(layers) / (16 if panel else 32))
     fig.update_xaxes(
         range=[-0.6, max(len(layers), 1) - 0.4],
         tickvals=list(range(0, len(layers), every)),
-        ticktext=[_tick(layer, len(layers)) for layer in layers][::every],
+        ticktext=[_tick(layer, few=len(layers) <= (4 if panel else 12)) for layer in layers][::every],
         showgrid=False,
         ticks="",
         showline=False,
@@ -341,9 +346,9 @@ def _head(layer: Mapping[str, Any], *, no_data: bool) -> str:
     return f"top {int(top_k)} of {int(layer['num_experts'])}" if top_k else f"{int(layer['num_experts'])} experts"
 
 
-def _tick(layer: Mapping[str, Any], count: int) -> str:
+def _tick(layer: Mapping[str, Any], *, few: bool) -> str:
     total, active = layer.get("parameters_total"), layer.get("parameters_active")
-    if count > 12 or total is None:
+    if not few or total is None:
         return str(layer["index"])
     text = f"{layer['index']}<br>{si(float(total))}"
     return text + (f", {si(float(active))} active" if is_moe(layer) and active is not None else "")

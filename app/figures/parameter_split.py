@@ -82,5 +82,5 @@ def parameter_split(splits: Sequence[Split], *, title: str, theme: Theme = "ligh
     fig.update_yaxes(
         range=[len(splits) - 0.5, -0.5], tickvals=positions, ticktext=names, showgrid=False, ticks="", showline=False
     )
-    fig.update_layout(barmode="stack", bargap=0.3, hovermode="closest")
+    fig.update_layout(barmode="stack", bargap=0.3, hovermode="closest", legend_traceorder="normal")
     return fig

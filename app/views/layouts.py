@@ -14,7 +14,7 @@ _SHOWN = {"run": "The run", "models": "Published models", "design": "A design"}
 def render() -> None:
     """Draw the page."""
     head = st.container()
-    first, second = st.columns([2, 3], vertical_alignment="bottom")
+    first, second = st.columns([3, 4], vertical_alignment="bottom")
     with first:
         shown = state.pick_option("show", "Layout of", list(_SHOWN), format_func=lambda name: _SHOWN[name])
     {"run": layouts_run, "models": layouts_models, "design": layouts_design}[shown].render(head, second)

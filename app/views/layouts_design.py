@@ -113,9 +113,9 @@ def _numbers(layout: Layout, base: Layout | None) -> list[tuple[str, float, floa
             "; ".join(f"{words}: {layout.active_parameters(key):,}" for key, words in CONVENTIONS.items()),
         ),
         ("FLOPs a token", lambda of: of.flops_per_token(context), f"Forward, attending to {context:,} tokens."),
-        ("Bytes of weights", lambda of: of.weight_bytes("bfloat16"), "In bfloat16; half of it in float8."),
+        ("Weights, bytes", lambda of: of.weight_bytes("bfloat16"), "In bfloat16; half of it in float8."),
         (
-            "Bytes of cache a token",
+            "Cache, bytes",
             lambda of: of.cache_bytes_per_token("bfloat16"),
             "Keys and values of all layers that one token adds, in bfloat16.",
         ),

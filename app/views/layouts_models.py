@@ -8,11 +8,11 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from app import charts, layout_tables, state
-from app.figures.model_map import model_map
+from app.figures.model_map import MAX_ROWS, model_map
 from app.figures.parameter_split import Split, parameter_split
 from app.text import plain
 from app.words import count, percent
-from moe_core.layout import CONVENTIONS, Layout
+from moe_core.layout import CONVENTIONS, Layout, MoEFFN
 from moe_core.models import PUBLISHED, model_layout, model_names
 
 DEFAULT = ("Mixtral-8x7B", "DeepSeek-V3")
@@ -43,7 +43,10 @@ def title_of(layouts: Sequence[Layout]) -> str:
 
 def bars(layouts: Sequence[Layout], title: str = "Parameters: all, and those that one token uses") -> None:
     """One bar a model, and what to look for."""
-    st.caption("One bar a model, all on one scale. Look at the part in colour: what one token pays for.")
+    st.caption(
+        "One bar a model, all on one scale. Look at the part in colour: what one token pays for. Embeddings are "
+        "counted; the table below has the two other ways to count as well."
+    )
     splits = [
         Split(name=layout.name, active=layout.active_parameters(), total=layout.total_parameters())
         for layout in layouts
@@ -57,11 +60,18 @@ def bars(layouts: Sequence[Layout], title: str = "Parameters: all, and those tha
 
 def stacks(layouts: Sequence[Layout]) -> None:
     """The layers of each model, two models a row."""
-    st.caption(
-        "Layers from left to right: a dense one is a plain block, a MoE layer a column of experts. "
-        "Point at a layer for its numbers."
-    )
     wide = len(layouts) == 1
+    words = "Layers from left to right: a dense one is a plain block, a MoE layer a column of experts."
+    if not wide:  # one alone has a note of its own
+        parts = {layer.ffn for layout in layouts for layer in layout.layers}
+        moe = [part for part in parts if isinstance(part, MoEFFN)]
+        if any(part.num_experts > MAX_ROWS for part in moe):
+            words += f" Above {MAX_ROWS} experts a cell stands for several neighbours."
+        if any(part.shared_d_ff for part in moe):
+            words += " Framed below: shared experts."
+        if any(part.latent_size for part in moe):
+            words += " Narrow columns: experts work in a latent width."
+    st.caption(f"{words} Point at a layer for its numbers.")
     for first in range(0, len(layouts), 2):
         row = layouts[first : first + 2]
         for column, layout in zip([st.container()] if wide else st.columns(2), row, strict=False):
@@ -73,9 +83,9 @@ def stacks(layouts: Sequence[Layout]) -> None:
                     d_model=layout.d_model,
                     height=300,
                     wrap_at=88 if wide else 40,
+                    panel=not wide,
                 )
-                moe = f"{len(layout.moe_layers)} of {count(len(layout.layers), 'layer')}"
-                alt = f"Diagram of {layout.name}: {moe} MoE."
+                alt = f"Diagram of {layout.name}: {len(layout.moe_layers)} of {count(len(layout.layers), 'layer')} MoE."
                 charts.show(figure, key=f"layout_stack_{first + row.index(layout)}", alt=alt)
 
 

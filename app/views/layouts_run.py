@@ -1,5 +1,6 @@
 """Layouts of the picked run: its layers and parameters from its manifest, experts in the colours of their load."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,15 @@ from app import charts, data, navigation, state
 from app.figures.labels import si
 from app.figures.model_map import MAX_ROWS, is_moe, model_map
 from app.figures.parameter_bars import parameter_bars
+from app.figures.parameter_split import Split, parameter_split
+from app.layout_tables import CONTEXT
 from app.text import plain
 from app.views import empty
 from app.words import NONE, count, percent, value
 from moe_core import metrics
 from moe_core.layout import CONVENTIONS, Count, MoEFFN, ffn_parameters
 from recorder.reader import Run
-from recorder.run_layout import embeddings_of, outside_layers
+from recorder.run_layout import embeddings_of, outside_layers, run_report
 
 WINDOWS = (10, 50, 200)
 _PLAIN = "none"
@@ -61,7 +64,7 @@ def render(head: DeltaGenerator, controls: DeltaGenerator) -> None:
     _diagram(run, model, layers, moe, window)
     _dense_comparison(layers, moe, references)
     st.subheader("The whole model", anchor=False)
-    _conventions(model, layers)
+    _whole_model(run, model)
     st.subheader("Layer by layer", anchor=False)
     st.caption(
         "Parameters of each layer's feed-forward part; attention and norms are not in it. "
@@ -143,7 +146,7 @@ def _pick_window(moe: list[dict[str, Any]]) -> int | None:
         "window",
         "Colour of the experts",
         [_PLAIN, *map(str, WINDOWS)],
-        format_func=lambda text: "plain" if text == _PLAIN else f"load, last {text} steps",
+        format_func=lambda text: "plain" if text == _PLAIN else f"load, {text} steps",
         help="Assignments of the last recorded training steps, summed, over the uniform share.",
     )
     return None if chosen == _PLAIN else int(chosen)
@@ -248,18 +251,42 @@ def _widths(moe: list[dict[str, Any]], references: Mapping[int, Reference | None
     )
 
 
-def _conventions(model: Mapping[str, Any], layers: list[dict[str, Any]]) -> None:
+def _whole_model(run: Run, model: Mapping[str, Any]) -> None:
+    total, active = model.get("parameters_total"), model.get("parameters_active")
+    if total and active is not None and active <= total:
+        split = Split(name=str(run.manifest.get("name") or run.run_id), active=active, total=total)
+        charts.show(
+            parameter_split([split], title="All parameters, and those that one token uses", theme=charts.theme()),
+            key="layout_split",
+            alt=f"{active:,} of {total:,} parameters are active for a token.",
+        )
     st.caption(
         "Three ways to count are in use; the figures on top are of the first. "
         "Active replaces all routed experts by the top-k that a token uses."
     )
-    frame, note = conventions(model, layers)
+    frame, note = conventions(model)
     charts.table(frame, key="layout_conventions", columns=_formats(frame) | {"active (%)": _ONE_DECIMAL})
     if note:
         st.caption(note)
+    report = run_report(run.manifest, CONTEXT)
+    if report["flops_per_token"] is not None:
+        st.caption(
+            f"One token forward, attending to {CONTEXT:,} tokens: {report['flops_per_token']:,} FLOPs. It adds "
+            f"{report['cache_bytes_per_token']:,} bytes to the key-value cache, and the weights take "
+            f"{report['weight_bytes']['bfloat16']:,} bytes, all in bfloat16."
+        )
+    st.download_button(
+        "Save as JSON",
+        data=json.dumps(report, indent=2, allow_nan=False).encode(),
+        file_name="layout.json",
+        mime="application/json",
+        key="layout_run_json",
+        icon=":material/download:",
+        on_click="ignore",
+    )
 
 
-def conventions(model: Mapping[str, Any], layers: list[dict[str, Any]]) -> tuple[pd.DataFrame, str]:
+def conventions(model: Mapping[str, Any]) -> tuple[pd.DataFrame, str]:
     """Total and active parameters under the three conventions, and a sentence on what could not be told."""
     total, active = model.get("parameters_total"), model.get("parameters_active")
     embedding, both = embeddings_of(model)
