@@ -26,7 +26,20 @@ from moe_core.metrics import WINDOW
 
 T = TypeVar("T")
 
-NAMES = ("run", "runs", "layer", "step", "sequence", "expert", "phase", "window", "dispatch")
+NAMES = (
+    "run",
+    "runs",
+    "layer",
+    "step",
+    "sequence",
+    "expert",
+    "phase",
+    "window",
+    "dispatch",
+    "show",
+    "models",
+    "design",
+)
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 
 _WANTED = "_wanted"

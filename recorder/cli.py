@@ -364,6 +364,35 @@ def compact(
 
 
 @cli.command()
+def layout(
+    what: Annotated[
+        str, typer.Argument(metavar="NAME|FILE|RUN", help="A published model or size, a config.json, or a run.")
+    ],
+    context: Annotated[int, typer.Option(min=1, max=10**9, help="Tokens attended to, for FLOPs and cache.")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> None:
+    """Layers and parameters, total and active, of a published model, a Hugging Face config or a run."""
+    from .layout_command import model_report, report_of_run, tables, unknown
+
+    try:
+        report = model_report(what, context)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    if report is None:
+        try:
+            report = report_of_run(_open_run(what), context)
+        except CommandError as error:
+            raise CommandError(unknown(what)) if error.exit_code == WRONG_ARGUMENTS else error from None
+    if as_json:
+        _print_json(report)
+        return
+    for heading, columns, rows in tables(report):
+        print(heading)
+        if columns:
+            _print_table(columns, rows)
+
+
+@cli.command()
 def app(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="[DIR]...", help="Folders of runs; runs/ and the samples by default.")
