@@ -28,6 +28,7 @@ VIEWS = (
     View(name="tokens", title="Tokens", icon=":material/text_fields:"),
     View(name="layouts", title="Layouts", icon=":material/view_column:"),
     View(name="compare", title="Compare", icon=":material/compare_arrows:"),
+    View(name="dispatch", title="Dispatch", icon=":material/timer:"),
     View(name="recording", title="Recording", icon=":material/fiber_manual_record:"),
 )
 OF_ONE_RUN = ("overview", "replay", "tokens", "layouts")  # pages that show the run picked in the sidebar

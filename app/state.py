@@ -26,7 +26,20 @@ from moe_core.metrics import WINDOW
 
 T = TypeVar("T")
 
-NAMES = ("run", "runs", "layer", "step", "sequence", "expert", "phase", "window")
+NAMES = (
+    "run",
+    "runs",
+    "layer",
+    "step",
+    "sequence",
+    "expert",
+    "phase",
+    "window",
+    "dispatch",
+    "show",
+    "models",
+    "design",
+)
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 
 _WANTED = "_wanted"
@@ -130,7 +143,7 @@ def pick_option(
     by_text = {str(option): option for option in options}
     fallback = options[0] if default is None else default
     value = by_text.get(wanted(name) or "", fallback)
-    _show(name, value)
+    show(name, value)
     if len(options) == 1 and not as_list:
         return value
     _fill(name, value, tuple(options))
@@ -165,7 +178,7 @@ def pick_options(
     _check(name)
     known = [text for text in dict.fromkeys(wanted_list(name)) if text in options][:max_selections]
     value = known or [text for text in default if text in options]
-    _show(name, value)
+    show(name, value)
     _fill(name, value, tuple(options))
     return st.multiselect(
         label,
@@ -204,7 +217,7 @@ def pick_step(steps: Iterable[int], *, label: str = "Step", default: int | None 
     if steps_S.size == 0:
         raise ValueError("no recorded steps to choose from")
     value = nearest_step(steps_S, wanted("step"), default=default)
-    _show("step", value)
+    show("step", value)
     if steps_S.size == 1:
         return value
     gaps = np.diff(steps_S)
@@ -251,6 +264,14 @@ def pick_window(*, default: int = WINDOW, label: str = "Window (steps)") -> int:
     return pick_option("window", label, sorted({1, 10, 50, 200, default}), default=default)
 
 
+def show(name: str, value: Any) -> None:
+    """Say what is shown on this page for `name`, so that the URL carries it: for choices with widgets of their own."""
+    st.session_state.setdefault(_SHOWN, {})[name] = (
+        [str(item) for item in value] if isinstance(value, list) else [str(value)]
+    )
+    _write_from_fragment()
+
+
 def nearest_step(steps_S: np.ndarray, text: str | None, *, default: int | None = None) -> int:
     """The recorded step nearest to the one that `text` names, or the default for text that is no number.
 
@@ -273,13 +294,6 @@ def _wanted() -> dict[str, list[str]]:
 def _check(name: str) -> None:
     if name not in NAMES:
         raise ValueError(f"unknown choice {name!r}; known are {', '.join(NAMES)}")
-
-
-def _show(name: str, value: Any) -> None:
-    st.session_state.setdefault(_SHOWN, {})[name] = (
-        [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    )
-    _write_from_fragment()
 
 
 def _fill(key: str, value: Any, range_: tuple[Any, ...]) -> None:

@@ -65,19 +65,23 @@ def join(decisions: pd.DataFrame, tokens: pd.DataFrame) -> Routes:
     order = np.lexsort((position_T, sequence_T))
     row_T = joined["row"].to_numpy(np.int64)[order]
     sorted_ = joined.iloc[order]
+    text_T, token_id_T = _optional(sorted_["text"]), _optional(sorted_["token_id"])
+    has_text = any(text is not None for text in text_T)
+    if not has_text and all(token_id is None for token_id in token_id_T):
+        text_T = [f"#{position}" for position in position_T[order]]
     rows = TokenRows(
-        text_T=_optional(sorted_["text"]),
+        text_T=text_T,
         sequence_T=sequence_T[order],
         position_T=position_T[order],
         experts_TK=experts_TK[row_T],
         weights_TK=weights_TK[row_T],
         kept_TK=None if kept_TK is None else kept_TK[row_T],
         domain_T=_optional(sorted_["domain"]),
-        token_id_T=_optional(sorted_["token_id"]),
+        token_id_T=token_id_T,
     )
     return Routes(
         rows=rows,
-        has_text=any(text is not None for text in rows.text_T),
+        has_text=has_text,
         numbered=False,
         left_out=len(decisions) - len(joined),
         ranks=len(ranks),

@@ -24,14 +24,9 @@ import transformers
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from moe_core.experts import ExpertBank
-from recorder.bench import DispatchReport, DispatchShape, Peer, Timing, measure_dispatch, report_rows
+from recorder.bench import DispatchReport, Peer, Timing, measure_dispatch, report_rows
+from recorder.dispatch_shape import PRESETS
 
-SHAPES = (
-    DispatchShape(d_model=64, d_ff=128, num_experts=8, top_k=2, num_tokens=2048),
-    DispatchShape(d_model=256, d_ff=128, num_experts=64, top_k=8, num_tokens=4096),
-    DispatchShape(d_model=512, d_ff=1024, num_experts=8, top_k=2, num_tokens=2048),
-    DispatchShape(d_model=512, d_ff=256, num_experts=128, top_k=8, num_tokens=2048),
-)
 MOST_OF_PEER, MOST_OF_DENSE, MOST_ROUTING = 0.95, (1.5, 1.5, 1.5, 2.1), 0.15
 PEERS = ("transformers eager", "transformers grouped_mm")
 
@@ -87,7 +82,7 @@ def main() -> None:
     place = int(given.shapes)
     if given.quiet_below is not None:
         wait_until_quiet(given.quiet_below)
-    shape = SHAPES[place]
+    shape = PRESETS[place]
     peers = {name: lambda bank, name=name: transformers_experts(name.split()[1], bank) for name in PEERS}
     report = measure_dispatch(shape, names=("auto", "masked", "grouped"), peers=peers, rounds=given.rounds)
     print(

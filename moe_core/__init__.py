@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from .layers import LatentMoELayer, MoELayer
     from .routers import TopKRouter
     from .routing import Routing
-    from .transformer import MoETransformer, MoETransformerConfig
+    from .transformer import MoETransformer
+    from .transformer_config import MoETransformerConfig
 
 _HOME_OF = {
     "ExpertChoiceRouter": "expert_choice",
     "LatentMoELayer": "layers",
     "MoELayer": "layers",
     "MoETransformer": "transformer",
-    "MoETransformerConfig": "transformer",
+    "MoETransformerConfig": "transformer_config",
     "NoBalancer": "balancers",
     "QuantileBalancer": "balancers",
     "RouterZLoss": "balancers",

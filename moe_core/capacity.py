@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from .choices import DropPolicy
 from .routers import check_choice
 from .routing import NO_CHOICE, Routing, count_load
-
-DropPolicy = Literal["position", "probs"]
 
 
 def expert_capacity(

@@ -8,15 +8,14 @@ first: they share their input, so that one product serves both. `dispatchers.py`
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, cast, get_args
+from typing import ClassVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F_
 
+from .choices import Activation
 from .routers import check_choice
-
-Activation = Literal["swiglu", "gelu", "situ-glu", "clamped-glu"]
 
 
 class FeedForward(nn.Module):

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .balancers import Balancer, NoBalancer
-from .capacity import DropPolicy, drop_over_capacity, expert_capacity
+from .capacity import drop_over_capacity, expert_capacity
+from .choices import Activation, DropPolicy
 from .dispatchers import make_dispatcher
-from .experts import Activation, ExpertBank, make_expert
+from .experts import ExpertBank, make_expert
 from .routers import Router, TopKRouter
 from .routing import Routing
 

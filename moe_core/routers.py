@@ -7,14 +7,14 @@ G groups of experts, M experts in a group.
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
+from .choices import ScoreFunction
 from .routing import NO_CHOICE, Routing, top_k_by_lowest_id
 
-ScoreFunction = Literal["softmax", "sigmoid"]
 NARROW = 8  # experts, up to which a softmax over columns is quicker than one over rows
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,44 +24,25 @@ from moe_core.layers import MoELayer
 from moe_core.routers import TopKRouter, check_choice
 from moe_core.routing import Routing
 
+from .dispatch_shape import DispatchShape
+
 BASES = DENSE, ROUTING, LAYER = "dense", "routing", "layer"
 SLOW, SLOW_ROUNDS = 10, 2  # a candidate this many times slower than the fastest is timed so often only
-
-
-@dataclass(frozen=True, kw_only=True)
-class DispatchShape:
-    """What is timed: one MoE layer's experts on one batch. skew: standard deviation of the experts' popularity.
-
-    Raises ValueError for numbers that do not fit together.
-    """
-
-    d_model: int = 64
-    d_ff: int = 128
-    num_experts: int = 8
-    top_k: int = 2
-    num_tokens: int = 2048
-    activation: Activation = "swiglu"
-    skew: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("d_model", "d_ff", "num_experts", "num_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is below 1")
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"top_k={self.top_k} is not between 1 and num_experts={self.num_experts}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
     """One candidate: what one forward and backward pass takes.
 
-    milliseconds: the median over rounds. relative: the median over rounds of its time divided by the dense product's
+    milliseconds: the median over rounds; least_milliseconds: the shortest round, far below the median where something
+    else keeps the machine busy. relative: the median over rounds of its time divided by the dense product's
     in the same round. peak_mib: memory allocated at most, beyond what stood before. difference: the largest absolute
     difference to naive of outputs and gradients, None for what gives other results by nature. rounds: how many.
     """
 
     name: str
     milliseconds: float
+    least_milliseconds: float
     relative: float
     peak_mib: float
     difference: float | None
@@ -90,6 +72,7 @@ def measure_dispatch(
     peers: Mapping[str, Callable[[ExpertBank], Peer]] | None = None,
     rounds: int = 10,
     seed: int = 0,
+    on_round: Callable[[int], None] | None = None,
 ) -> DispatchReport:
     """Forward and backward of each dispatcher, peer, of the routing, and of a dense product of the experts' FLOPs.
 
@@ -97,7 +80,8 @@ def measure_dispatch(
     what ran just before favours one. names: dispatchers; peers: name -> a function that makes the peer from our bank,
     with its weights. The dense product is (N, D) @ (D, 3F), or 2F without a gate: what the experts would cost if all
     were one. The routing goes from logits to sorted assignments and weights; the layer is a whole MoELayer with the
-    default dispatcher. In float32, with torch's current number of threads.
+    default dispatcher. In float32, with torch's current number of threads. on_round: told how many rounds are done, 0
+    after the warm-up.
 
     Raises ValueError for unknown names or rounds below 1.
     """
@@ -117,6 +101,8 @@ def measure_dispatch(
 
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     turns = list(candidates)
+    tell = on_round or (lambda done: None)
+    tell(0)
     for done in range(1, rounds + 1):
         first = done % len(turns)
         for name in turns[first:] + turns[:first]:
@@ -126,10 +112,12 @@ def measure_dispatch(
         if done >= SLOW_ROUNDS:
             fastest = min(min(taken) for name, taken in seconds.items() if name not in BASES)
             turns = [name for name in turns if name in BASES or min(seconds[name]) < SLOW * fastest]
+        tell(done)
     timings = [
         Timing(
             name=name,
             milliseconds=1e3 * statistics.median(taken),
+            least_milliseconds=1e3 * min(taken),
             relative=statistics.median(own / dense for own, dense in zip(taken, seconds[DENSE], strict=False)),
             peak_mib=_peak_bytes(candidates[name]) / 2**20,
             difference=differences.get(name),
@@ -169,7 +157,7 @@ class _Case:
     def __init__(self, shape: DispatchShape, seed: int) -> None:
         torch.manual_seed(seed)
         T, D, F, E = shape.num_tokens, shape.d_model, shape.d_ff, shape.num_experts
-        self.bank = ExpertBank(E, D, F, shape.activation)
+        self.bank = ExpertBank(E, D, F, cast(Activation, shape.activation))
         self.router = TopKRouter(D, E, shape.top_k)
         self.logits_TE = (torch.randn(T, E) + shape.skew * torch.randn(E)).requires_grad_()
         with torch.no_grad():

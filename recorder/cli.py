@@ -334,6 +334,73 @@ def summary(
 
 
 @cli.command()
+def verify(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path, or its id in runs/ or sample_runs/.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> int:
+    """Read a run to its last byte and say whether its rows go together."""
+    from .verify import verify_run
+
+    report = verify_run(_run_path(run))
+    if as_json:
+        _print_json(report.as_json())
+    else:
+        for problem in report.problems:
+            print(problem)
+        for note in report.notes:
+            _warn(f"{report.path}: {note}")
+        if not report.problems:
+            print(report.summary)
+    return FAILED if report.problems else DONE
+
+
+@cli.command()
+def compact(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path, or its id in runs/ or sample_runs/.")],
+) -> None:
+    """Join the many small parts of a run that crashed into few; runs that end do so by themselves."""
+    from .compact import compact_run
+    from .manifest import RunExistsError, RunUnreadableError
+
+    path = _run_path(run)
+    try:
+        done = compact_run(path)
+    except (RunExistsError, RunUnreadableError, OSError) as error:
+        raise CommandError(str(error), FAILED) from None
+    sizes = f"{done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB"
+    print(f"{path}: {done.parts_before} parts -> {done.parts_after}, {sizes}")
+
+
+@cli.command()
+def layout(
+    what: Annotated[
+        str, typer.Argument(metavar="NAME|FILE|RUN", help="A published model or size, a config.json, or a run.")
+    ],
+    context: Annotated[int, typer.Option(min=1, max=10**9, help="Tokens attended to, for FLOPs and cache.")] = 4096,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> None:
+    """Layers and parameters, total and active, of a published model, a Hugging Face config or a run."""
+    from .layout_command import model_report, report_of_run, tables, unknown
+
+    try:
+        report = model_report(what, context)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    if report is None:
+        try:
+            report = report_of_run(_open_run(what), context)
+        except CommandError as error:
+            raise CommandError(unknown(what)) if error.exit_code == WRONG_ARGUMENTS else error from None
+    if as_json:
+        _print_json(report)
+        return
+    for heading, columns, rows in tables(report):
+        print(heading)
+        if columns:
+            _print_table(columns, rows)
+
+
+@cli.command()
 def app(
     folders: Annotated[
         list[str] | None,
@@ -373,19 +440,27 @@ def dispatch(
     rounds: Annotated[int, typer.Option(help="Rounds, in each of which all take turns.")] = 10,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+    progress: Annotated[bool, typer.Option("--progress", help="Say on stderr which round is done.")] = False,
 ) -> None:
     """Time the dispatchers side by side, forward and backward, and show that they agree."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler, which sees the memory, talks on stderr
-    from .bench import DispatchShape, measure_dispatch, report_rows, set_threads  # torch is loaded here
+    from .bench import measure_dispatch, report_rows, set_threads  # torch is loaded here
+    from .dispatch_shape import DispatchShape
+
+    def tell(done: int) -> None:
+        print(f"round {done} of {rounds}", file=sys.stderr, flush=True)
 
     set_threads(threads)
     sizes = {"d_model": d_model, "d_ff": d_ff, "num_experts": num_experts, "top_k": top_k, "num_tokens": tokens}
     try:
-        shape = DispatchShape(**sizes, activation=activation, skew=skew)  # type: ignore[arg-type]
-        report = measure_dispatch(shape, rounds=rounds)
+        shape = DispatchShape(**sizes, activation=activation, skew=skew)
+        report = measure_dispatch(shape, rounds=rounds, on_round=tell if progress else None)
     except ValueError as error:
         message = str(error).replace("num_tokens=", "--tokens ")
         raise CommandError(re.sub(r"\b(\w+)=", lambda m: "--" + m[1].replace("_", "-") + " ", message)) from None
+    except (RuntimeError, MemoryError) as error:  # no memory for a layer of this size
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CommandError(f"the measurement failed: {reason}", FAILED) from None
     if as_json:
         _print_json(asdict(report))
         return
@@ -402,13 +477,21 @@ def _open_run(text: str) -> Any:
     from .storage import is_remote
 
     place = _place(text)
-    candidates = [place] if is_remote(place) else [place, RUNS_FOLDER / text, Path("sample_runs") / text]
+    try:
+        return Run(place if is_remote(place) else _run_path(text))
+    except (RunNotFoundError, RunUnreadableError) as error:
+        raise CommandError(str(error), FAILED) from None
+
+
+def _run_path(text: str) -> Path:
+    """The folder at a path, or of that id in the usual folders, that holds a run.json."""
+    place = _place(text)
+    if not isinstance(place, Path):
+        raise CommandError(f"{place}: this works on runs on this machine; copy it here first")
+    candidates = [place, RUNS_FOLDER / text, Path("sample_runs") / text]
     for path in candidates:
-        if is_remote(path) or (path / "run.json").exists():
-            try:
-                return Run(path)
-            except (RunNotFoundError, RunUnreadableError) as error:
-                raise CommandError(str(error), FAILED) from None
+        if (path / "run.json").exists():
+            return path
     looked = ", ".join(str(path) for path in candidates)
     raise CommandError(f"no run {text!r}: no run.json in any of {looked}; see: routescope runs")
 

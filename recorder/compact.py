@@ -1,10 +1,14 @@
 """Many small parts into few, such that a crash at any moment loses and doubles nothing."""
 
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
 
 from recorder import storage
+from recorder.manifest import STALE_AFTER_S, RunExistsError, read_manifest, run_status
 from recorder.parts import (
     Footer,
     PartFile,
@@ -13,16 +17,79 @@ from recorder.parts import (
     part_name,
     part_rank,
     read_footer,
+    remove_leftovers,
     remove_parts,
     write_part,
 )
-from recorder.schema import conform, part_problem, unify_schema
+from recorder.schema import TABLES, conform, part_problem, unify_schema
 from recorder.storage import Place, StorageError
 
-#: A compacted part is made of parts of at most this many bytes in memory (as Parquet pages) and rows together.
-MAX_BYTES = 256 << 20
-MAX_ROWS = 4_000_000
+#: A compacted part is made of parts of at most this many bytes (as Parquet pages) and rows together: what a process
+#: that closes its run has to hold in memory, some three times over.
+MAX_BYTES = 64 << 20
+MAX_ROWS = 1 << 20
 _THREADS_FROM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compaction:
+    """How many part files a run had and has, and their bytes on disk."""
+
+    parts_before: int
+    parts_after: int
+    bytes_before: int
+    bytes_after: int
+
+
+def compact_run(path: Path) -> Compaction:
+    """Join the small parts that a run which ended without being closed has left, and delete its temporary files.
+
+    A resume of the run waits until this is done. Interrupted at any moment, the run reads as before.
+
+    Raises:
+        RunExistsError: somebody still writes to it.
+        RunNotFoundError, RunUnreadableError: no run there, or none that can be read.
+        OSError: a part cannot be written; the run reads as before.
+    """
+    read_manifest(path)  # a folder without a run cannot be locked either
+    with storage.lock(path):
+        manifest = read_manifest(path)  # whoever held the lock may have resumed the run
+        if run_status(manifest) == "running":
+            writer = (manifest.get("process") or {}).get("pid")
+            by = f" by process {writer}" if writer else ""
+            raise RunExistsError(f"{path} is still being written{by}; a run compacts itself when it ends")
+        before = _all_parts(path)
+        _refuse_other_ranks_at_work(path, manifest, before)
+        for temporary in path.glob(".run.json.*.tmp"):
+            temporary.unlink(missing_ok=True)
+        for table in TABLES:
+            remove_leftovers(path / table)
+            for rank in sorted({rank for name in list_parts(path / table) if (rank := part_rank(name)) is not None}):
+                compact_table(path / table, table, rank)
+        after = _all_parts(path)
+    return Compaction(
+        parts_before=len(before),
+        parts_after=len(after),
+        bytes_before=sum(part.size for part in before),
+        bytes_after=sum(part.size for part in after),
+    )
+
+
+def _all_parts(path: Path) -> list[PartFile]:
+    return [part for table in TABLES for part in list_parts(path / table).values()]
+
+
+def _refuse_other_ranks_at_work(path: Path, manifest: dict[str, object], parts: list[PartFile]) -> None:
+    """run.json tells of rank 0 alone: where that one was killed, the others may still be writing."""
+    if manifest.get("status") != "running":
+        return
+    newest = max((part for part in parts if part_rank(part.name)), key=lambda part: part.mtime_ns, default=None)
+    age = time.time() - newest.mtime_ns / 1e9 if newest else STALE_AFTER_S
+    if newest is not None and age < STALE_AFTER_S:
+        raise RunExistsError(
+            f"rank {part_rank(newest.name)} wrote to {path} {age:.0f} s ago and may still be at it; "
+            f"try again after {STALE_AFTER_S:.0f} s without a new part"
+        )
 
 
 def compact_table(folder: Place, table: str, rank: int, *, max_rows: int = MAX_ROWS) -> None:
@@ -47,10 +114,16 @@ def compact_table(folder: Place, table: str, rank: int, *, max_rows: int = MAX_R
     live = {name: footer for name, footer in footers.items() if name not in replaced}
     sequence = next_sequence(folder, rank)
     for batch in _batches(live, max_rows):
-        schema = unify_schema(table, [live[name].schema for name in batch])
-        pieces = storage.each(folder, lambda name: _read(folder / name, listed[name]), batch)
-        rows = pa.concat_tables([conform(piece, schema) for piece in pieces])
-        gone = frozenset(batch).union(*(live[name].replaces for name in batch))
+        read = storage.each(folder, lambda name: _read(folder / name, listed[name]), batch)
+        pieces = {name: rows for name, rows in zip(batch, read, strict=True) if rows is not None}
+        if len(pieces) < 2:
+            continue
+        try:
+            schema = unify_schema(table, [rows.schema for rows in pieces.values()])
+        except TypeError:  # parts that do not go together: readers name them
+            continue
+        rows = pa.concat_tables([conform(piece, schema) for piece in pieces.values()])
+        gone = frozenset(pieces).union(*(live[name].replaces for name in pieces))
         write_part(folder / part_name(rank, sequence), table, rows, replaces=gone)
         sequence += 1
         remove_parts(folder, gone)
@@ -67,9 +140,15 @@ def _sound_footer(path: Place, file: PartFile, table: str) -> Footer | None:
     return footer if part_problem(table, footer.schema) is None else None
 
 
-def _read(path: Place, file: PartFile) -> pa.Table:
-    with storage.parquet_file(path, stored=file.stored) as part:
-        return part.read(use_threads=file.size > _THREADS_FROM_BYTES)
+def _read(path: Place, file: PartFile) -> pa.Table | None:
+    """All rows of a part; None where it is damaged past its footer."""
+    try:
+        with storage.parquet_file(path, stored=file.stored, page_checksum_verification=True) as part:
+            return part.read(use_threads=file.size > _THREADS_FROM_BYTES)
+    except StorageError:
+        raise
+    except (pa.ArrowException, OSError, ValueError):
+        return None
 
 
 def _batches(live: dict[str, Footer], max_rows: int) -> Iterable[list[str]]:

@@ -166,7 +166,12 @@ def write_part(path: Place, table: str, rows: pa.Table, *, replaces: Iterable[st
     def serialise(target: Any) -> None:
         # Statistics of the keys only: those of floats would hold NaN, and every one makes the footer longer.
         with pq.ParquetWriter(
-            target, rows.schema, compression="zstd", write_statistics=keys, **_encodings(rows.schema)
+            target,
+            rows.schema,
+            compression="zstd",
+            write_statistics=keys,
+            write_page_checksum=True,  # `verify` finds a changed byte by it
+            **_encodings(rows.schema),
         ) as writer:
             for start, stop in zip(starts, [*starts[1:], rows.num_rows], strict=True):
                 writer.write_table(rows.slice(start, stop - start), row_group_size=max(1, stop - start))
@@ -181,16 +186,24 @@ def remove_parts(folder: Place, names: Iterable[str]) -> None:
     storage.remove(folder, names)
 
 
-def remove_leftovers(folder: Place, rank: int) -> None:
-    """Delete what a killed writer of this rank left half-done: temporary files. An object store knows none."""
+def leftovers(folder: Place, rank: int | None = None) -> list[str]:
+    """Names of the temporary files that a killed writer of this rank (None = of any) left behind, or a live one has.
+
+    An object store knows none.
+    """
     if storage.is_remote(folder):
-        return
-    leftovers = [
+        return []
+    return [
         name
         for name in storage.names(folder)
-        if name.startswith(".part-") and name.endswith(".tmp") and part_rank(name[1:].rsplit(".", 2)[0]) == rank
+        if name.startswith(".part-") and name.endswith(".tmp")
+        if rank is None or part_rank(name[1:].rsplit(".", 2)[0]) == rank
     ]
-    storage.remove(folder, leftovers)
+
+
+def remove_leftovers(folder: Place, rank: int | None = None) -> None:
+    """Delete what a killed writer of this rank (None = of any) left half-done: temporary files."""
+    storage.remove(folder, leftovers(folder, rank))
 
 
 def _place(name: str) -> tuple[int, int, str]:

@@ -221,11 +221,13 @@ def remove(folder: Place, gone: Iterable[str]) -> None:
             (folder / name).unlink(missing_ok=True)
 
 
-def parquet_file(file: Place, metadata: pq.FileMetaData | None = None, stored: Stored | None = None) -> pq.ParquetFile:
+def parquet_file(
+    file: Place, metadata: pq.FileMetaData | None = None, stored: Stored | None = None, **options: Any
+) -> pq.ParquetFile:
     """A Parquet file, opened by itself, so that path parts like `run=007` are no columns; to be closed.
 
     From an object store only the footer (unless given) and the column chunks asked for are fetched; all of a small
-    one, once, where `stored` says that it is.
+    one, once, where `stored` says that it is. `options` are ParquetFile's.
 
     Raises:
         FileNotFoundError: it is gone.
@@ -233,8 +235,8 @@ def parquet_file(file: Place, metadata: pq.FileMetaData | None = None, stored: S
         pa.ArrowException, OSError, ValueError: it is no whole Parquet file.
     """
     if isinstance(file, ObjectPath):
-        return pq.ParquetFile(_source(file, stored), metadata=metadata, pre_buffer=True)
-    return pq.ParquetFile(file, metadata=metadata)
+        return pq.ParquetFile(_source(file, stored), metadata=metadata, pre_buffer=True, **options)
+    return pq.ParquetFile(file, metadata=metadata, **options)
 
 
 def parquet_metadata(file: Place, stored: Stored | None = None) -> pq.FileMetaData:

@@ -3,6 +3,7 @@
 Shapes: E experts, K top-k, T tokens.
 """
 
+import contextlib
 import copy
 import time
 import warnings
@@ -18,28 +19,33 @@ from recorder import buffers, claim, storage
 from recorder.compact import compact_table
 from recorder.manifest import STATUSES, RunExistsError, RunNotFoundError, now, plain, replace_manifest
 from recorder.parts import next_sequence, part_name, write_part
+from recorder.row_buffer import RowBuffer
 from recorder.schema import TABLES
 from recorder.storage import Place, StorageError
 
 #: Most seconds between two flushes. Each is a handful of requests to an object store, and of objects to read back.
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
-#: While an object store cannot be reached, up to so many times `flush_rows` wait for it.
-_MOST_WAITING = 10
 _LAST_ATTEMPTS = 3
 
 #: `steps` last: a step that a reader finds there has its other rows already.
 _FLUSH_ORDER = ("tokens", "decisions", "layer_stats", "events", "steps")
+#: Where writing fails (a full disk) rows wait up to this many times `flush_bytes`, and a write is tried this often.
+_WAITING_LIMIT = 2
+_RETRY_SECONDS = 1.0
 
 
 class RunWriter:
     """Owns one run folder: its `run.json` (rank 0) and this rank's part files.
 
-    Rows are buffered and written as complete part files when `flush_seconds` have passed, when `flush_rows` rows
-    wait, or every `flush_steps` calls of `log_step`. The time is looked at between steps where that is possible, so
-    that a part holds whole steps. A process killed at any moment loses only the rows still buffered.
+    Rows are buffered and written as complete part files when `flush_seconds` have passed, when `flush_rows` rows or
+    `flush_bytes` bytes wait, or every `flush_steps` calls of `log_step`. The time is looked at between steps where
+    that is possible, so that a part holds whole steps. A process killed at any moment loses only the rows still
+    buffered.
 
-    In an object store, a flush that was due and failed is warned of once, and repeated after `flush_seconds`; until
-    then its rows wait, up to ten times `flush_rows` of them. How often that happened becomes an event of the run.
+    Where a part cannot be written (a full disk) its rows wait and are tried again, once a second at most; `log_step`,
+    `log_event` and `flush` raise the OSError each time. Once twice `flush_bytes` wait, a row more is refused with an
+    OSError; how many were is an event of the run as soon as writing works again. An object store that cannot be
+    reached for a while is only warned of by `log_step` and `log_event`, once.
 
     Args:
         path: the run's own folder; created, with its parents. Or a URI in an object store: see `storage.locate`.
@@ -51,14 +57,14 @@ class RunWriter:
         flush_seconds: most seconds between two flushes while rows arrive; None = 1 on local disks, 5 in an object
             store.
         flush_rows: most rows buffered, all tables together.
+        flush_bytes: most bytes buffered, and most bytes, uncompressed, in one part file.
         flush_steps: steps between two flushes; None = by time and rows only.
         full_weights: keep all 23 mantissa bits of the gate weights instead of 10.
 
     Raises:
         RunExistsError: the folder holds a run already; or, on resume, a live process still writes to it.
         RunNotFoundError: resume, or a rank above 0, without a run there.
-        ValueError: a flush setting out of range, or a URI that cannot be used.
-        StorageError: the object store cannot be reached or refuses; from `flush` and `finalize` too.
+        ValueError: a flush setting out of range.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class RunWriter:
         resume: bool = False,
         flush_seconds: float | None = None,
         flush_rows: int = 200_000,
+        flush_bytes: int = 64 << 20,
         flush_steps: int | None = None,
         full_weights: bool = False,
     ) -> None:
@@ -82,11 +89,14 @@ class RunWriter:
             raise ValueError(f"flush_seconds must be at least 0, got {flush_seconds}")
         if flush_rows < 1:
             raise ValueError(f"flush_rows must be at least 1, got {flush_rows}")
+        if flush_bytes < 1:
+            raise ValueError(f"flush_bytes must be at least 1, got {flush_bytes}")
         if flush_steps is not None and flush_steps < 1:
             raise ValueError(f"flush_steps must be at least 1 or None, got {flush_steps}")
         self.rank = rank
         self._flush_seconds = flush_seconds
         self._flush_rows = flush_rows
+        self._flush_bytes = flush_bytes
         self._flush_steps = flush_steps
         self._full_weights = full_weights
         given: dict[str, Any] = plain(manifest or {})
@@ -98,14 +108,18 @@ class RunWriter:
             self._manifest = claim.create_run(self.path, given, weights="full" if full_weights else "rounded")
         self._resumed_pending = resume and rank == 0
         self._experts = buffers.experts_by_router(self._manifest)
-        self._rows: dict[str, list[pa.Table | dict[str, Any]]] = {table: [] for table in TABLES}
-        self._num_rows = 0
+        self._buffer = RowBuffer(flush_bytes)
+        self._failure: OSError | None = None  # of the last flush
+        self._reason = ""
+        self._failure_is_told = True
+        self._failed_at = 0.0
+        self._refused = 0  # rows, since writing failed
         self._steps_since_flush = 0
         self._buffered_step: int | None = None
         self._logged: set[tuple[int, str]] = set()  # of this segment
         self._greatest_step = -1  # of this segment
         self._flushed_at = self._beat_at = time.monotonic()
-        self._failed_flushes = 0
+        self._warned = False
         self._closed = False
         self._sequence = {table: next_sequence(self.path / table, rank) for table in TABLES}
 
@@ -173,8 +187,7 @@ class RunWriter:
         self._add("steps", step, row, 1)
         self._steps_since_flush += 1
         by_steps = self._flush_steps is not None and self._steps_since_flush >= self._flush_steps
-        if by_steps or time.monotonic() - self._flushed_at >= self._flush_seconds:
-            self._flush_due()
+        self._flush_between_steps(by_steps or time.monotonic() - self._flushed_at >= self._flush_seconds)
 
     def check_new_step(self, step: int, phase: str) -> None:
         """Raise ValueError where `log_step` has had this step of this phase in this segment."""
@@ -329,8 +342,7 @@ class RunWriter:
         """Record that something happened (`non_finite`, `invalid_rows`, `recorder_error`, ...) at a step."""
         row = {"step": buffers.key(step, "train")["step"], "kind": str(kind), "message": str(message)}
         self._add("events", None, row, 1)
-        if time.monotonic() - self._flushed_at >= self._flush_seconds:
-            self._flush_due()
+        self._flush_between_steps(time.monotonic() - self._flushed_at >= self._flush_seconds)
 
     def update_manifest(self, **changes: Any) -> None:
         """Replace values of `run.json`, atomically.
@@ -351,19 +363,30 @@ class RunWriter:
         self._beat()
 
     def flush(self) -> None:
-        """Write every buffered row as part files and refresh the heartbeat and `last_step`."""
+        """Write every buffered row as part files and refresh the heartbeat and `last_step`.
+
+        Raises:
+            OSError: not all could be written; what was not still waits, and the next flush tries again.
+        """
         self._check_open()
-        for table in _FLUSH_ORDER:
-            if self._rows[table]:
-                rows = buffers.assemble(table, self._rows[table], rank=self.rank, segment=self.segment)
-                write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
-                self._sequence[table] += 1
-                self._num_rows -= rows.num_rows
-                self._rows[table] = []
+        try:
+            self._write_buffered()
+            if self._refused:
+                self._add_event(self._buffered_step or 0, "recorder_error", self._refusal())
+                self._refused = 0
+                self._write_buffered()
+            self._beat()
+        except OSError as problem:
+            self._failed_at = time.monotonic()
+            self._reason = problem.strerror or str(problem)
+            message = f"{self.path} cannot be written, {self._buffer.num_rows} rows wait in memory: {self._reason}"
+            kind = StorageError if isinstance(problem, StorageError) else OSError
+            self._failure, self._failure_is_told = kind(problem.errno, message), True
+            raise self._failure from problem
+        self._failure, self._warned = None, False
         self._steps_since_flush = 0
         self._buffered_step = None
         self._flushed_at = time.monotonic()
-        self._beat()
 
     def finalize(
         self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None
@@ -386,11 +409,13 @@ class RunWriter:
             if self._resumed_pending:
                 self._log_resumed(self._manifest["last_step"] or 0)
             self._patiently(self.flush)
+        except OSError:
+            with contextlib.suppress(OSError):  # no room even for that: the run shows as unfinished
+                self._close("failed", error or f"could not write: {self._reason}")
+            raise
+        with contextlib.suppress(OSError):  # no room for the new parts: all rows are in the old ones
             for table in TABLES:
                 self._patiently(partial(compact_table, self.path / table, table, self.rank))
-        except OSError as problem:
-            self._close("failed", error or f"could not write: {problem}")
-            raise
         self._patiently(partial(self._close, status, error))
 
     def __enter__(self) -> Self:
@@ -418,44 +443,42 @@ class RunWriter:
             return
         if self._resumed_pending and step is not None:
             self._log_resumed(step)
+        if self._failure is not None and self._buffer.num_bytes >= _WAITING_LIMIT * self._flush_bytes:
+            self._retry_or_refuse(count)
         elapsed = time.monotonic() - self._flushed_at
         next_step = step is not None and self._buffered_step not in (None, step)
-        if self._num_rows and elapsed >= self._flush_seconds and next_step:
-            self._flush_due()
-        self._rows[table].append(rows)
-        self._num_rows += count
+        if self._buffer.num_rows and elapsed >= self._flush_seconds and next_step:
+            self._flush_inside_step()
+        self._buffer.add(table, rows)
         if step is not None:
             self._buffered_step = int(step)
             self._greatest_step = self._manifest["last_step"] = max(self._greatest_step, int(step))
-        elapsed = time.monotonic() - self._flushed_at
-        if self._num_rows >= self._flush_rows or elapsed >= 2 * self._flush_seconds:
-            self._flush_due()
+        full = self._buffer.num_rows >= self._flush_rows or self._buffer.num_bytes >= self._flush_bytes
+        if full or time.monotonic() - self._flushed_at >= 2 * self._flush_seconds:
+            self._flush_inside_step()
         elif time.monotonic() - self._beat_at >= self._flush_seconds:
-            self._when_due(self._beat)
+            with contextlib.suppress(OSError):  # the next flush tells
+                self._beat()
 
-    def _flush_due(self) -> None:
-        self._when_due(self.flush)
+    def _write_buffered(self) -> None:
+        for table in _FLUSH_ORDER:
+            while (part := self._buffer.next_part(table, rank=self.rank, segment=self.segment)) is not None:
+                rows, entries = part
+                write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
+                self._sequence[table] += 1
+                self._buffer.written(table, entries)
 
-    def _when_due(self, write: Callable[[], None]) -> None:
-        """Write because it is time to; an object store that fails is left alone until it is time again."""
-        too_many = self._num_rows >= _MOST_WAITING * self._flush_rows
-        patience = min(self._flush_seconds, REMOTE_FLUSH_SECONDS)
-        if self._failed_flushes and not too_many and time.monotonic() - self._flushed_at < patience:
-            return
+    def _may_flush(self) -> bool:
+        """Whether a flush that nobody asked for is worth a try: after a failure, not before a while."""
+        return self._failure is None or time.monotonic() - self._failed_at >= _RETRY_SECONDS
+
+    def _flush_between_steps(self, due: bool) -> None:
         try:
-            write()
-        except StorageError as problem:
-            self._flushed_at = self._beat_at = time.monotonic()
-            if too_many:
-                raise
-            if not self._failed_flushes:
-                warnings.warn(f"not written yet, will be tried again: {problem}", RuntimeWarning, stacklevel=2)
-            self._failed_flushes += 1
-            return
-        if self._failed_flushes:
-            message = f"{self._failed_flushes} writes to {self.path} failed and were repeated"
-            self._failed_flushes = 0
-            self.log_event(max(self._greatest_step, 0), "recorder_error", message)
+            self._flush_or_tell(due)
+        except StorageError as problem:  # comes back, mostly: no reason to stop a training
+            if not self._warned:
+                warnings.warn(f"not written yet, will be tried again: {problem}", RuntimeWarning, stacklevel=3)
+            self._warned = True
 
     def _patiently(self, write: Callable[[], None]) -> None:
         """The last writes of a run: there is no later flush to repeat them, so wait for an object store a little."""
@@ -463,15 +486,42 @@ class RunWriter:
             try:
                 return write()
             except StorageError:
-                time.sleep(self._flush_seconds)
+                time.sleep(min(self._flush_seconds, REMOTE_FLUSH_SECONDS))
         write()
+
+    def _flush_or_tell(self, due: bool) -> None:
+        if due and self._may_flush():
+            self.flush()
+        elif self._failure is not None and not self._failure_is_told:
+            self._failure_is_told = True
+            raise self._failure
+
+    def _flush_inside_step(self) -> None:
+        """Flush; a failure is told at the end of the step, so that the caller logs the rest of it first."""
+        if self._may_flush():
+            try:
+                self.flush()
+            except OSError:
+                self._failure_is_told = False
+
+    def _retry_or_refuse(self, count: int) -> None:
+        """Make room in a buffer that is full because writing fails, or raise OSError."""
+        if self._may_flush():
+            with contextlib.suppress(OSError):
+                self.flush()
+        if self._failure is not None:
+            self._refused += count
+            raise OSError(self._failure.errno, self._refusal())
+
+    def _refusal(self) -> str:
+        return f"{self._refused} rows were not recorded, as {self.path} could not be written: {self._reason}"
+
+    def _add_event(self, step: int, kind: str, message: str) -> None:
+        self._buffer.add("events", {"step": int(step), "kind": kind, "message": message})
 
     def _log_resumed(self, step: int) -> None:
         self._resumed_pending = False
-        message = f"segment {self.segment} starts at step {step}"
-        row = {"step": int(step), "kind": "resumed", "message": message}
-        self._rows["events"].append(row)
-        self._num_rows += 1
+        self._add_event(step, "resumed", f"segment {self.segment} starts at step {step}")
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()

@@ -31,20 +31,25 @@ def model_map(
     title: str,
     theme: Theme = "light",
     load_by_layer: Mapping[int, NDArray] | None = None,
+    d_model: int | None = None,
     selected: tuple[int, int | None] | None = None,
     clickable: bool = False,
     height: int = 330,
     max_rows: int = MAX_ROWS,
     wrap_at: int = 88,
+    panel: bool = False,
 ) -> go.Figure:
     """Layers from left to right: dense layers plain blocks, MoE layers columns of experts, shared ones framed below.
 
     layers: the manifest's `model.layers`, dicts with index, kind ("dense" or "moe"), num_experts, top_k,
-    num_shared_experts, parameters_total, parameters_active; missing numbers are left out of the labels.
+    num_shared_experts, latent_size, parameters_total, parameters_active; missing numbers are left out of the labels.
+    d_model: the model's width; experts that work in a narrower latent one stand in a column as much narrower.
     load_by_layer: layer index -> (E,) assignments, summed over whatever the picture is about; without it the experts
     have a neutral colour (a layout diagram). A MoE layer that is not in it shows as "no data".
     selected: (layer index, expert or None) to frame. clickable: add invisible points with customdata (layer, expert),
     expert -1 for a dense layer, while there are at most MAX_CLICKABLE_CELLS.
+    panel: one of several side by side, half as wide: no numbers in the cells, half the ticks, and no note, so that all
+    stand at one height; the page says what a note would.
     Layers with more than `max_rows` experts show the busiest of a few neighbours in each cell, and the note says so.
     """
     p = palette(theme)
@@ -57,8 +62,10 @@ def model_map(
     moe = [layer for layer in layers if is_moe(layer)]
     drawn = sum(len(expert_groups(int(layer["num_experts"]), max_rows)) for layer in moe)
     has_points = clickable and drawn + len(layers) - len(moe) <= MAX_CLICKABLE_CELLS
-    numbered = 0 < sum(int(layer["num_experts"]) for layer in moe) <= MAX_NUMBERED_CELLS and all(
-        int(layer["num_experts"]) <= 16 for layer in moe
+    numbered = (
+        not panel
+        and 0 < sum(int(layer["num_experts"]) for layer in moe) <= MAX_NUMBERED_CELLS
+        and all(int(layer["num_experts"]) <= 16 for layer in moe)
     )
     for x, layer in enumerate(layers):
         index = int(layer["index"])
@@ -72,13 +79,16 @@ def model_map(
         edges = np.append(first_R, experts) / experts
         centres = (edges[:-1] + edges[1:]) / 2
         labels = group_labels(first_R, experts)
-        trace, ink = _column(layer, (x - half, x + half), edges, first_R, load_by_layer, theme)
+        inner = half * _latent_share(layer, d_model)
+        trace, ink = _column(layer, (x - inner, x + inner), edges, first_R, load_by_layer, theme)
         trace.ygap = 1 if len(first_R) <= 40 else 0
         if has_points:  # the points above the cells tell the same
             trace.update(text=None, hovertemplate=None, hoverinfo="skip")
         fig.add_trace(trace)
         # Behind the cells: shows in the gaps between them, as thin lines that part even white from white.
-        shapes.append(_box(x, half, 0, 1, fill=p.block_line, line=p.block_line))
+        shapes.append(_box(x, inner, 0, 1, fill=p.block_line, line=p.block_line))
+        if inner < half:
+            shapes.append(_box(x, half, 0, 1, fill="rgba(0,0,0,0)", line=p.block_line))
         cells.extend((x, float(y), index, int(e)) for y, e in zip(centres, first_R, strict=True))
         if numbered:
             numbers.extend((x, float(y), label, c) for y, label, c in zip(centres, labels, ink, strict=True))
@@ -130,7 +140,7 @@ def model_map(
         fig,
         title=title,
         theme=theme,
-        note=_note(pooled, load_by_layer is not None, shared_any),
+        note=None if panel else _note(pooled, load_by_layer is not None, shared_any, _latent_words(moe, d_model)),
         height=height + 56,
         legend=False,
         left=24,
@@ -138,11 +148,11 @@ def model_map(
         x_title="layer",
         wrap_at=wrap_at,
     )
-    every = next_step(len(layers) / 32)
+    every = next_step(len(layers) / (16 if panel else 32))
     fig.update_xaxes(
         range=[-0.6, max(len(layers), 1) - 0.4],
         tickvals=list(range(0, len(layers), every)),
-        ticktext=[_tick(layer, len(layers)) for layer in layers][::every],
+        ticktext=[_tick(layer, few=len(layers) <= (4 if panel else 12)) for layer in layers][::every],
         showgrid=False,
         ticks="",
         showline=False,
@@ -336,9 +346,9 @@ def _head(layer: Mapping[str, Any], *, no_data: bool) -> str:
     return f"top {int(top_k)} of {int(layer['num_experts'])}" if top_k else f"{int(layer['num_experts'])} experts"
 
 
-def _tick(layer: Mapping[str, Any], count: int) -> str:
+def _tick(layer: Mapping[str, Any], *, few: bool) -> str:
     total, active = layer.get("parameters_total"), layer.get("parameters_active")
-    if count > 12 or total is None:
+    if not few or total is None:
         return str(layer["index"])
     text = f"{layer['index']}<br>{si(float(total))}"
     return text + (f", {si(float(active))} active" if is_moe(layer) and active is not None else "")
@@ -358,7 +368,21 @@ def _selected_box(
     return None
 
 
-def _note(pooled: int, with_load: bool, shared: bool) -> str | None:
+def _latent_share(layer: Mapping[str, Any], d_model: int | None) -> float:
+    """How wide the experts' column is beside its layer: the latent width over the model's, but wide enough to see."""
+    latent = layer.get("latent_size")
+    return min(1.0, max(0.3, int(latent) / d_model)) if latent and d_model else 1.0
+
+
+def _latent_words(moe: Sequence[Mapping[str, Any]], d_model: int | None) -> str:
+    narrow = {int(layer["latent_size"]) for layer in moe if _latent_share(layer, d_model) < 1}
+    if not narrow:
+        return ""
+    widths = " or ".join(f"{width:,}" for width in sorted(narrow))
+    return f"Narrow columns: experts work in a latent width, {widths} of {d_model:,}."
+
+
+def _note(pooled: int, with_load: bool, shared: bool, latent: str) -> str | None:
     parts = []
     if pooled > 1 and with_load:
         parts.append(
@@ -370,4 +394,6 @@ def _note(pooled: int, with_load: bool, shared: bool) -> str | None:
         parts.append("One cell an expert, expert 0 at the foot.")
     if shared:
         parts.append("Framed below: shared experts, which every token uses.")
+    if latent:
+        parts.append(latent)
     return " ".join(parts)

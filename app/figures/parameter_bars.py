@@ -11,6 +11,9 @@ from app.figures.labels import next_step
 from app.figures.model_map import is_moe
 from app.figures.theme import Theme, figure_layout, palette
 
+#: Of total parameters and of those active for a token, in every picture of them.
+ACCENTS: Mapping[Theme, tuple[str, str]] = {"light": ("#2f7f69", "#8fcbb6"), "dark": ("#3fa588", "#a9e0cd")}
+
 
 def parameter_bars(
     layers: Sequence[Mapping[str, Any]],
@@ -57,7 +60,7 @@ def parameter_bars(
             "<br>%{customdata:.3f} x the dense layer<extra></extra>",
         )
 
-    accents = {"light": ("#2f7f69", "#8fcbb6"), "dark": ("#3fa588", "#a9e0cd")}[theme]
+    accents = ACCENTS[theme]
     fig = go.Figure(
         [
             bars("dense of the same width", dense, p.block, factors=False),

@@ -84,7 +84,14 @@ def _so_far(job: jobs.Job, run: Run) -> None:
     st.caption("A falling loss means it learns. Pale colours: all experts are used; red and purple: a few take all.")
     left, right = st.columns([2, 3])
     with left:
-        figure = metric_curves([loss], title="Loss so far", y_title="loss (nats per token)", theme=theme, wrap_at=40)
+        in_nats = bool(frame["ce_loss"].notna().any())
+        figure = metric_curves(
+            [loss],
+            title="Loss so far",
+            y_title="loss (nats per token)" if in_nats else "loss",
+            theme=theme,
+            wrap_at=40,
+        )
         charts.show(figure, key=f"loss_{job.run_id}", alt=f"Training loss of {run.name} by step, so far.")
     with right:
         figure = load_heatmap(series, title="Load so far", theme=theme, wrap_at=60)

@@ -265,7 +265,7 @@ def _change_in_words(now: Moment) -> str:
     assert now.before_load_E is not None
     change_E = now.load_E - now.before_load_E
     moved = f"{count(int((change_E > 0).sum()), 'expert')} gained and {count(int((change_E < 0).sum()), 'expert')} lost"
-    text = f"Assignments of this step less those of the step before, which had other text: {moved}"
+    text = f"Assignments of this step less those of the step before, which had other tokens: {moved}"
     if now.tokens != now.before_tokens:
         text += f"; mind that the tokens went from {value(now.before_tokens)} to {value(now.tokens)}"
     text += "."

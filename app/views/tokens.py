@@ -89,7 +89,7 @@ def render() -> None:
     total_E = (trained if trained.steps_S.size else stats).load_SE.sum(axis=0)
     places = token_routes.colour_owners(np.asarray(total_E))
     expert = _pick_expert(legend, places, share_E)
-    _text(rows, scope, places, expert, layer, step)
+    _text(routes, scope, places, expert, layer, step)
     _matrix(routes, scope.shown[0], num_experts, layer, step)
     _table(seen, num_experts, domains, table)
 
@@ -284,7 +284,10 @@ def _about(
             if routes.rows.token_id_T and any(i is not None for i in routes.rows.token_id_T)
             else "by number"
         )
-        lacking.append(f"The run holds no text; tokens are shown {shown}.")
+        if run.config.get("task") == "regression":
+            lacking.append("A regression has no text: a token is one random sample, shown by its number.")
+        else:
+            lacking.append(f"The run holds no text; tokens are shown {shown}.")
     if not routes.numbered and all(name is None for name in token_routes.domains_T(routes.rows)):
         lacking.append("It names no domains, so nothing is said about them.")
     if routes.left_out:
@@ -298,7 +301,10 @@ def _about(
 # --------------------------------------------------------------------------------------------------- pictures
 
 
-def _text(rows: TokenRows, scope: _Scope, places: list[int], expert: int | None, layer: int, step: int) -> None:
+def _text(
+    routes: token_routes.Routes, scope: _Scope, places: list[int], expert: int | None, layer: int, step: int
+) -> None:
+    rows = routes.rows
     shown, each = token_routes.shorten(rows, scope.shown, MAX_TEXT_TOKENS)
     heading = f"Layer {layer}, step {step:,}"
     if expert is not None:
@@ -314,7 +320,10 @@ def _text(rows: TokenRows, scope: _Scope, places: list[int], expert: int | None,
     )
     cut = any(int((rows.sequence_T == number).sum()) > each for number in scope.shown)
     among = len(np.unique(rows.sequence_T[scope.index_T]))
-    notes = ["Look for one colour that fills a kind of text. Point at a token for its place, experts and weights."]
+    look = "one colour that fills a kind of text" if routes.has_text else "one colour that takes most of the tokens"
+    notes = [f"Look for {look}. Point at a token for its place, experts and weights."]
+    if shown.kept_TK is not None and not shown.kept_TK.all():
+        notes.append("A number struck out: that expert was full and did not compute the token.")
     if len(scope.shown) < among:
         of_each = len({rows.domain(int(np.argmax(rows.sequence_T == number))) for number in scope.shown})
         which = ", one of each domain" if 1 < of_each == len(scope.shown) else ""
@@ -353,7 +362,7 @@ def _matrix(routes: token_routes.Routes, sequence: int, num_experts: int, layer:
         weight_limit=min(1.0, 4 / k),
     )
     st.caption(
-        "Gate weight of each token's experts: rows that stay empty are experts this text does not use."
+        "Gate weight of each token's experts: rows that stay empty are experts that none of these tokens uses."
         + (" Choose a sequence above to see another one." if len(np.unique(routes.rows.sequence_T)) > 1 else "")
     )
     charts.show(

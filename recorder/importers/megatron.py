@@ -10,7 +10,7 @@ and 5220, `--moe-routing-trace-path`). A line a step, layer and micro-batch, ste
     router_state_rank{r}.pt  {layer: {weight, expert_bias, score_function, topk}} of the first forward pass
 
 The ids of a token mostly come from a boolean map: they ascend, whatever the choice's order was. The trace does not
-say whether it is of training or of inference. Router replay itself (router_replay.py at 9c0d6a8a) writes no files;
+say whether it is of training or of inference. Router replay itself (router_replay.py at 00caa53a) writes no files;
 `RouterTracer.record_indices` writes its indices as the same lines.
 """
 

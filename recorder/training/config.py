@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_core.layout import moe_layer_indices
+from moe_core.layer_patterns import moe_layer_indices
 from moe_core.recipe_catalog import recipe
 
 TASKS = ("lm", "regression")

@@ -142,3 +142,22 @@ def test_parameter_bars_by_hand():
     assert next(list(t.customdata) for t in by_index.data if t.name == "total") == [1, 2]
     with pytest.raises(ValueError, match="1 dense sizes for 2 layers"):
         parameter_bars([dense(0), moe(1)], [1000], title="t")
+
+
+def test_experts_of_a_latent_width_stand_in_a_narrower_column():
+    full, latent = moe(0), {**moe(1), "latent_size": 32}
+    fig = model_map([full, latent], title="t", d_model=64)
+    wide, narrow = (t.x[1] - t.x[0] for t in heatmaps(fig))
+    assert narrow == pytest.approx(wide / 2)
+    assert "experts work in a latent width, 32 of 64" in fig.layout.title.text
+    assert "latent" not in model_map([full], title="t", d_model=64).layout.title.text
+    untold = model_map([full, latent], title="t")
+    assert heatmaps(untold)[1].x[1] - heatmaps(untold)[1].x[0] == pytest.approx(wide)
+
+
+def test_a_panel_has_no_note_and_no_expert_numbers():
+    alone, panel = (model_map([moe(i) for i in range(32)], title="t", panel=small) for small in (False, True))
+    assert "<br>" in alone.layout.title.text
+    assert "<br>" not in panel.layout.title.text
+    assert [any(t.name == "expert numbers" for t in fig.data) for fig in (alone, panel)] == [True, False]
+    assert len(panel.layout.xaxis.tickvals) == len(alone.layout.xaxis.tickvals) / 2

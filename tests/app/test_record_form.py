@@ -11,15 +11,19 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from app import jobs, record_form
+from moe_core.recipe_catalog import RECIPES
 from recorder.reader import Run
-from recorder.training.config import BALANCERS, ToyConfig, check_balancer
+from recorder.training.config import BALANCERS, LM_ONLY, ToyConfig, check_balancer
 
 GOOD: dict[str, Any] = {
+    "task": "lm",
+    "recipe": "",
     "balancer": "none",
     "router": "softmax",
     "num_experts": 8,
     "top_k": 2,
     "num_shared_experts": 0,
+    "latent_size": None,
     "num_layers": 4,
     "moe_frequency": 2,
     "steps": 5,
@@ -45,7 +49,9 @@ def test_every_value_is_a_setting_of_the_toy_run_and_has_a_label() -> None:
 def test_every_balancer_offered_can_be_recorded_and_every_kind_is_offered() -> None:
     for balancer in record_form.BALANCERS:
         check_balancer(balancer)
-    assert {part for balancer in record_form.BALANCERS for part in balancer.split("+")} == set(BALANCERS)
+    assert {part for balancer in record_form.BALANCERS for part in balancer.split("+")} >= set(BALANCERS)
+    offered = {ToyConfig.of(recipe=recipe).balancer for recipe in RECIPES}
+    assert offered <= set(record_form.BALANCERS)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,10 @@ def test_the_command_holds_every_value_and_no_shell_reads_it(tmp_path: Path) -> 
     assert "--name=--help; rm -rf $HOME" in words
     assert {"--num-experts=8", "--top-k=2", "--lr=0.003", "--d-model=32"} <= set(words)
     assert words[-4:] == ["--run-id", "mine", "--out", str(tmp_path)]
-    assert not any(word.startswith("--name") for word in record_form.command(GOOD, run_id="x", out=tmp_path))
+    words = record_form.command(GOOD, run_id="x", out=tmp_path)
+    assert not any(word.startswith(("--name", "--latent-size")) for word in words)
+    assert {"--task=lm", "--recipe="} <= set(words)
+    assert "--latent-size=16" in record_form.command(GOOD | {"latent_size": 16}, run_id="x", out=tmp_path)
 
 
 def test_run_ids_are_free_and_plain(tmp_path: Path) -> None:
@@ -108,7 +117,82 @@ def test_run_ids_are_free_and_plain(tmp_path: Path) -> None:
     (tmp_path / first).mkdir()
     assert record_form.new_run_id(GOOD | {"name": "Über ../ alles!"}, tmp_path) != first
     assert record_form.new_run_id(GOOD, tmp_path).startswith("none-")
+    assert record_form.new_run_id(GOOD | {"recipe": "olmoe"}, tmp_path).startswith("olmoe-")
     assert record_form.new_run_id(GOOD | {"name": "..."}, tmp_path).startswith("run-")
+
+
+def shown_fields(test: AppTest) -> dict[str, Any]:
+    fields = [*test.sidebar.number_input, *test.sidebar.selectbox, *test.sidebar.text_area, *test.sidebar.text_input]
+    return {field.key.removeprefix("record_"): field.value for field in fields if field.key.startswith("record_")}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_fills_the_fields_and_records_as_the_command_does(
+    recipe: str, shown: Path, open_page: Callable[..., AppTest]
+) -> None:
+    test = open_page("recording")
+    test.sidebar.selectbox(key="record_recipe").set_value(recipe).run()
+    assert not test.exception
+    values = shown_fields(test) | {"corpus": []}
+    expected = ToyConfig.of(recipe=recipe)
+    assert {name: values[name] for name in GOOD if name != "corpus"} == {
+        name: getattr(expected, name) for name in GOOD if name != "corpus"
+    }
+    assert record_form.problems(values) == []
+    assert any(RECIPES[recipe].summary[1:] in caption.value for caption in test.sidebar.caption)
+    assert recipe in record_form.EXPECTATIONS
+
+
+def test_leaving_a_recipe_brings_the_defaults_back(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    test = open_page("recording")
+    test.sidebar.selectbox(key="record_recipe").set_value("stable-latent").run()
+    assert shown_fields(test)["latent_size"] == 32
+    test.sidebar.selectbox(key="record_recipe").set_value("").run()
+    after = shown_fields(test)
+    assert {name: after[name] for name in ("latent_size", "top_k", "router", "balancer")} == {
+        "latent_size": None,
+        "top_k": 1,
+        "router": "softmax",
+        "balancer": "none",
+    }
+
+
+def test_a_regression_has_its_own_defaults_and_no_settings_of_text(
+    shown: Path, open_page: Callable[..., AppTest]
+) -> None:
+    test = open_page("recording")
+    test.sidebar.selectbox(key="record_task").set_value("regression").run()
+    values = shown_fields(test)
+    assert not set(values) & set(LM_ONLY)
+    assert (values["recipe"], values["steps"], values["batch_size"], values["d_model"]) == (
+        "sorted-swiglu",
+        300,
+        256,
+        32,
+    )
+    test.sidebar.selectbox(key="record_task").set_value("lm").run()
+    values = shown_fields(test)
+    assert (values["recipe"], values["steps"], values["num_layers"], values["corpus"]) == ("", 400, 4, "")
+
+
+def test_a_regression_is_recorded_from_the_form(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    test = open_page("recording")
+    test.sidebar.selectbox(key="record_task").set_value("regression").run()
+    test.sidebar.selectbox(key="record_recipe").set_value("").run()
+    test = submit(test, steps=3, batch_size=16, num_experts=4, latent_size=8)
+    assert not test.exception
+    [job] = jobs.jobs(shown)
+    wait_for(job)
+    config = Run(job.run_path).config
+    assert (config["task"], config["recipe"], config["latent_size"], config["steps"]) == ("regression", "", 8, 3)
+
+
+def wait_for(job: jobs.Job) -> None:
+    end = time.monotonic() + 120
+    while jobs.is_alive(job):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert jobs.state(job) == "finished", jobs.log_lines(job)
 
 
 def submit(test: AppTest, **values: Any) -> AppTest:
@@ -153,10 +237,6 @@ def test_a_run_is_recorded_from_the_form_to_the_end(shown: Path, open_page: Call
     assert test.title[0].value == "Recording"
     [job] = jobs.jobs(shown)
     assert job.steps == 5
-    end = time.monotonic() + 120
-    while jobs.is_alive(job):
-        assert time.monotonic() < end
-        time.sleep(0.1)
-    assert jobs.state(job) == "finished", jobs.log_lines(job)
+    wait_for(job)
     run = Run(job.run_path)
     assert (run.name, run.config["num_experts"], run.config["top_k"], len(run.steps("train"))) == ("Mine", 8, 2, 5)

@@ -7,7 +7,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-PAGES = ("runs", "overview", "replay", "tokens", "layouts", "compare", "recording")
+PAGES = ("runs", "overview", "replay", "tokens", "layouts", "compare", "dispatch", "recording")
 RECORDING_MS = 120_000
 pytestmark = pytest.mark.browser
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.browser
 def test_every_page_renders_the_samples_without_an_error(page, dashboard, name, run):
     dashboard.open(page, f"{name}?run={run}")
     expect(page.locator("h1")).to_have_count(1)
-    if name not in ("runs", "recording"):
+    if name not in ("runs", "dispatch", "recording"):
         expect(page.locator(".js-plotly-plot").first).to_be_visible()
     expect(page.get_by_test_id("stAlert").filter(has_text="error")).to_have_count(0)
 
@@ -172,3 +172,57 @@ def test_a1_a_click_on_the_heatmap_opens_that_layer_and_expert(page, dashboard):
     assert shown["layer"] == "1"
     assert 150 <= int(shown["step"]) <= 250
     assert 5 <= int(shown["expert"]) <= 10
+
+
+def test_dispatchers_are_measured_cancelled_and_found_again_after_a_reload(page, dashboard):
+    dashboard.open(page, "dispatch?dispatch=64_64_4_2_20000_swiglu_0_1000_1")
+    page.locator(".st-key-dispatch_run button").click()
+    expect(page.get_by_text(re.compile(r"^(Loading torch|Round \d+ of 1000)"))).to_be_visible()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.get_by_text("Cancelled; nothing of it is kept.")).to_be_visible()
+
+    page.get_by_role("button", name="Set values").click()
+    expect(page.locator(".st-key-dispatch_num_tokens input").first).to_have_value("20000")
+    for name, value in {"d_model": 16, "d_ff": 8, "num_tokens": 30, "rounds": 2}.items():
+        field = page.locator(f".st-key-dispatch_{name} input").first
+        field.fill(str(value))
+        field.press("Tab")
+        dashboard.settle(page)
+    page.keyboard.press("Escape")
+    page.wait_for_url(re.compile("dispatch=16_8_4_2_30_swiglu_0_2_1"))
+    page.locator(".st-key-dispatch_run button").click()
+    answer = page.locator("h1", has_text="fastest here")
+    expect(answer).to_be_visible(timeout=RECORDING_MS)
+    expect(page.locator(".st-key-dispatch_times .js-plotly-plot")).to_be_visible()
+    dashboard.settle(page)
+    said = answer.inner_text()
+    page.reload()
+    dashboard.settle(page)
+    assert answer.inner_text() == said
+    # elsewhere and back: the choice is kept, as every other one
+    dashboard.go(page, "Runs")
+    dashboard.go(page, "Dispatch")
+    assert answer.inner_text() == said
+
+
+def choose_in_form(page, key, option):
+    field = page.locator(f".st-key-record_{key} input").first
+    field.scroll_into_view_if_needed()  # a list that is open closes when its page is scrolled
+    field.click()
+    page.get_by_role("option", name=option).click()
+
+
+def test_a_recipe_fills_the_form_and_leaves_what_it_is_not_about(page, dashboard):
+    dashboard.open(page, "runs")
+    page.locator(".st-key-record_expander summary").first.click()
+    for key, value in {"steps": 7, "num_experts": 5}.items():
+        field = page.locator(f".st-key-record_{key} input").first
+        field.fill(str(value))
+        field.press("Tab")
+    choose_in_form(page, "recipe", "stable-latent")
+    expect(page.locator(".st-key-record_latent_size input").first).to_have_value("32")
+    expect(page.locator(".st-key-record_num_experts input").first).to_have_value("16")
+    expect(page.locator(".st-key-record_steps input").first).to_have_value("7")
+    choose_in_form(page, "task", "Regression")
+    expect(page.locator(".st-key-record_num_layers")).to_have_count(0)
+    expect(page.locator(".st-key-record_num_experts input").first).to_have_value("8")

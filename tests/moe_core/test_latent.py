@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from moe_core import LatentMoELayer, MoELayer, SwitchAuxLoss, TopKRouter
 from moe_core.balancers import make_balancer
-from moe_core.layout import MATRICES, moe_parameters
+from moe_core.layout import MATRICES, MoEFFN
 
 
 def by_hand(layer, x_TD):
@@ -147,14 +147,14 @@ def test_bad_numbers_are_named():
 @pytest.mark.parametrize("activation", MATRICES)
 def test_parameters_are_counted_as_they_are(norm, activation):
     layer = LatentMoELayer(16, 6, 4, 3, 2, latent_size=4, latent_norm=norm, activation=activation)
-    counted = moe_parameters(16, 6, 4, 3, 2, activation, latent_size=4, latent_norm=norm)
+    shape = {"num_experts": 4, "top_k": 3, "expert_d_ff": 6, "shared_d_ff": 12, "activation": activation}
+    counted = MoEFFN(**shape, latent_size=4, latent_norm=norm).components(16)
     parts = {name: sum(p.numel() for p in module.parameters()) for name, module in layer.named_children()}
-    assert (counted.router, counted.experts, counted.shared) == (parts["router"], parts["experts"], parts["shared"])
-    assert counted.latent == parts["compress"] + parts["expand"] + parts.get("latent_norm", 0)
-    assert counted.total == sum(parts.values())
-    assert counted.total - counted.active == parts["experts"] // 4  # one of four experts stays idle
-    with pytest.raises(ValueError, match="latent_size=0 must be at least 1"):
-        moe_parameters(16, 6, 4, 3, 2, activation, latent_size=0)
+    assert [counted[name].total for name in ("router", "routed", "shared")] == [
+        parts[name] for name in ("router", "experts", "shared")
+    ]
+    assert counted["latent"].total == parts["compress"] + parts["expand"] + parts.get("latent_norm", 0)
+    assert counted["routed"].total - counted["routed"].active == parts["experts"] // 4  # one of four stays idle
 
 
 def test_state_dict_round_trip():

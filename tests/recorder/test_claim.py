@@ -135,7 +135,8 @@ def test_resume_without_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("flush_seconds", -1), ("flush_rows", 0), ("flush_steps", 0), ("rank", -1)]
+    ("option", "value"),
+    [("flush_seconds", -1), ("flush_rows", 0), ("flush_bytes", 0), ("flush_steps", 0), ("rank", -1)],
 )
 def test_settings_out_of_range(tmp_path, option, value):
     with pytest.raises(ValueError, match=f"{option} must be .*{value}"):

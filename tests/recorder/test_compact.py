@@ -1,3 +1,5 @@
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,9 +19,10 @@ from toy_runs import (
 
 import recorder.compact
 import recorder.reader
+from recorder.compact import compact_run
 from recorder.parts import list_parts, read_footer
 from recorder.reader import Run
-from recorder.writer import RunWriter
+from recorder.writer import RunExistsError, RunWriter
 
 
 def test_compaction_keeps_row_groups_and_few_parts(tmp_path):
@@ -177,3 +180,120 @@ def test_parts_replaced_between_listing_and_reading(tmp_path):
         assert run.problems == []
         assert run.refresh()
         assert run.status == "finished"
+
+
+def unfinished(path, parts=9, **manifest):
+    """A run of small parts whose process is gone."""
+    good_parts(path, parts=parts)
+    edited = json.loads((path / "run.json").read_text())
+    edited["process"]["pid"] = 2**22 + 1  # above the greatest that Linux gives
+    (path / "run.json").write_text(json.dumps(edited | manifest))
+    return path
+
+
+def test_compact_run(tmp_path):
+    path = unfinished(tmp_path / "run")
+    leftover = path / "steps" / ".part-r00003-000009.parquet.abc.tmp"
+    leftover.write_bytes(b"half a part")
+    (path / ".run.json.abc.tmp").write_text("{")
+    before = Run(path)
+    frames = [before.steps(), before.layer_stats(), before.decisions(3, 0), before.tokens(3)]
+    done = compact_run(path)
+    assert (done.parts_before, done.parts_after) == (36, 4)
+    assert done.bytes_after < done.bytes_before
+    after = Run(path)
+    assert (after.status, after.problems) == ("unfinished", [])
+    again = [after.steps(), after.layer_stats(), after.decisions(3, 0), after.tokens(3)]
+    assert all(old.equals(new) for old, new in zip(frames, again, strict=True))
+    assert not list(path.rglob("*.tmp"))
+    assert compact_run(path).parts_before == 4, "there is nothing to do a second time"
+
+
+def test_a_run_that_is_being_written_is_left_alone(tmp_path):
+    writer = good_parts(tmp_path / "run", parts=3)
+    with pytest.raises(RunExistsError, match=r"is still being written by process \d+"):
+        compact_run(tmp_path / "run")
+    assert len(part_names(tmp_path / "run", "steps")) == 3
+    writer.finalize()
+    assert compact_run(tmp_path / "run").parts_before == 4
+
+
+def test_other_ranks_may_outlive_rank_0(tmp_path):
+    path = unfinished(tmp_path / "run", world_size=2)
+    other = RunWriter(path, rank=1)
+    other.log_step(0, tokens=1)
+    other.flush()
+    with pytest.raises(RunExistsError, match="rank 1 wrote to .* s ago"):
+        compact_run(path)
+    part = path / "steps" / "part-r00001-000000.parquet"
+    os.utime(part, (time.time() - 61,) * 2)
+    assert compact_run(path).parts_after == 5
+
+
+def test_a_resume_waits_for_a_compaction(tmp_path):
+    """Both would write part files of the same numbers."""
+    path = unfinished(tmp_path / "run")
+    process = start(
+        """
+        from pathlib import Path
+        import recorder.compact
+        real = recorder.compact.compact_table
+        def slow(folder, table, rank):
+            print(table, flush=True)
+            time.sleep(0.2)
+            real(folder, table, rank)
+        recorder.compact.compact_table = slow
+        recorder.compact.compact_run(Path(args[0]))
+        print("done", time.time(), flush=True)
+        """,
+        path,
+    )
+    assert process.stdout.readline() == "steps\n"
+    writer = RunWriter(path, resume=True)
+    resumed = time.time()
+    writer.log_step(9, tokens=1)
+    writer.finalize()
+    out, err = process.communicate(timeout=60)
+    assert not err
+    assert float(out.splitlines()[-1].split()[1]) <= resumed
+    assert Run(path).steps()["step"].to_list() == list(range(10))
+
+
+def test_ctrl_c_while_compacting(tmp_path):
+    path = unfinished(tmp_path / "run", parts=5)
+    code = """
+        import sys
+        import recorder.compact
+        from recorder.cli import main
+        real = recorder.compact.write_part
+        written = []
+        def interrupted(*arguments, **options):
+            if len(written) == int(sys.argv[2]):
+                raise KeyboardInterrupt
+            written.append(real(*arguments, **options))
+        recorder.compact.write_part = interrupted
+        main(["compact", sys.argv[1]])
+    """
+    for after in (2, 1):  # of what the first has left: two tables
+        line = [sys.executable, "-c", textwrap.dedent(code), str(path), str(after)]
+        result = subprocess.run(line, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 130
+        assert "Traceback" not in result.stderr
+        run = Run(path)
+        assert run.steps()["step"].to_list() == run.decision_steps().tolist() == list(range(5))
+        assert run.problems == []
+    compact_run(path)
+    assert [len(part_names(path, table)) for table in ("steps", "layer_stats", "decisions", "tokens")] == [1] * 4
+
+
+def test_a_part_damaged_past_its_footer_stays(tmp_path):
+    writer = small_parts(tmp_path / "run", range(4))
+    writer.flush()
+    part = tmp_path / "run" / "decisions" / "part-r00000-000001.parquet"
+    content = bytearray(part.read_bytes())
+    content[len(content) // 4] ^= 0xFF
+    part.write_bytes(content)
+    writer.finalize()
+    assert part.exists()
+    assert len(part_names(tmp_path / "run", "decisions")) == 2
+    assert [len(Run(tmp_path / "run").decisions(step, 0)) for step in (0, 2, 3)] == [600] * 3

@@ -44,6 +44,36 @@ def test_flush_by_rows(tmp_path):
     assert Run(tmp_path / "run").decision_steps().tolist() == [0, 1, 2]
 
 
+def test_flush_by_bytes_of_wide_statistics(tmp_path):
+    writer = RunWriter(tmp_path / "run", flush_bytes=1 << 20, **NEVER)
+    load = np.arange(896)
+    for step in range(120):  # 20 kB a row: load and expert_bias, gate_mass and mean_prob of 896 experts
+        log_stats(writer, step, load=load, expert_bias=load / 896)
+        writer.log_step(step, tokens=int(load.sum()))
+    assert 1 < len(part_names(tmp_path / "run", "layer_stats")) <= 4
+    writer.flush()
+    assert Run(tmp_path / "run").load(0).tolist() == [load.tolist()] * 120
+
+
+def test_a_huge_step_makes_parts_of_bounded_size(tmp_path):
+    limit = 1 << 20
+    writer = RunWriter(tmp_path / "run", manifest=model(layer(0, 0, 64, top_k=8)), flush_bytes=limit, **NEVER)
+    rng = np.random.default_rng(0)
+    ids, weights = rng.integers(0, 64, (100_000, 8)), rng.random((100_000, 8), dtype=np.float32)
+    writer.log_decisions(0, layer=0, router=0, experts_TK=ids, weights_TK=weights)
+    writer.log_tokens(0, sequence_T=np.zeros(len(ids), int), position_T=np.arange(len(ids)))
+    writer.log_step(0, tokens=len(ids))
+    writer.flush()
+    folder = tmp_path / "run" / "decisions"
+    sizes = [(part.stat().st_size, pq.read_table(part).nbytes) for part in folder.iterdir()]
+    assert len(sizes) >= 7, "71 bytes a row"
+    assert all(stored < limit and in_memory < 1.2 * limit for stored, in_memory in sizes)
+    frame = Run(tmp_path / "run").decisions(0, 0)
+    np.testing.assert_array_equal(lists_to_matrix(frame["experts"]), ids)
+    writer.finalize()
+    np.testing.assert_array_equal(lists_to_matrix(Run(tmp_path / "run").decisions(0, 0)["experts"]), ids)
+
+
 def test_flush_by_time_and_heartbeat(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("recorder.writer.time", SimpleNamespace(monotonic=lambda: clock.now))

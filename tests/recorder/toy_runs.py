@@ -9,6 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recorder.compact import compact_table
+from recorder.parts import next_sequence
+from recorder.schema import TABLES
 from recorder.writer import RunWriter
 
 NEVER = {"flush_seconds": 1e9}
@@ -75,6 +78,44 @@ def log_toy_step(writer, step, value, *, layers=((0, 0),), decisions=True):
             writer.log_decisions(step, layer=layer, router=router, experts_TK=ids, weights_TK=np.ones((4, 1)))
     writer.log_tokens(step, sequence_T=np.zeros(4, int), position_T=np.arange(4), text_T=[str(value)] * 4)
     writer.log_step(step, tokens=4, loss=float(value))
+
+
+def full_model():
+    """Two routers of 4 experts, 2 for each token."""
+    return model(layer(1, 0, 4), layer(3, 1, 4))
+
+
+def full_step(step, tokens=8):
+    """By router: the ids (T, 2), weights (T, 2) and load (4,) of a step, the same whenever it is asked for."""
+    rng = np.random.default_rng(step)
+    found = {}
+    for router in (0, 1):
+        ids = rng.permuted(np.tile(np.arange(4), (tokens, 1)), axis=1)[:, :2]
+        found[router] = (ids, np.ones(ids.shape) / 2, np.bincount(ids.reshape(-1), minlength=4))
+    return found
+
+
+def log_full_step(writer, step, *, ended=True):
+    """A step as a recorder logs it, whose numbers go together; without its `steps` row where it has not `ended`."""
+    routers = full_step(step)
+    tokens = len(routers[0][0])
+    writer.log_tokens(step, sequence_T=np.zeros(tokens, int), position_T=np.arange(tokens))
+    for router, (ids, weights, load) in routers.items():
+        where = {"layer": 2 * router + 1, "router": router}
+        writer.log_layer_stats(
+            step, **where, tokens=tokens, load=load, gate_mass=load / 2, mean_prob=np.ones(4) / 4, invalid=0
+        )
+        writer.log_decisions(step, **where, experts_TK=ids, weights_TK=weights)
+    if ended:
+        writer.log_step(step, tokens=tokens, loss=float(step))
+
+
+def compact_while_writing(writer):
+    """What a writer does when it closes, in the middle of its run."""
+    writer.flush()
+    for table in TABLES:
+        compact_table(writer.path / table, table, writer.rank)
+        writer._sequence[table] = next_sequence(writer.path / table, writer.rank)
 
 
 def good_parts(path, parts=5):
