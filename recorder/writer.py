@@ -21,6 +21,18 @@ from recorder.schema import TABLES
 
 #: `steps` last: a step that a reader finds there has its other rows already.
 _FLUSH_ORDER = ("tokens", "decisions", "layer_stats", "events", "steps")
+#: Seconds between two heartbeats while no rows come.
+_REST_BEAT_S = 15.0
+
+
+def status_after(error: BaseException | None) -> tuple[Literal["finished", "cancelled", "failed"], str | None]:
+    """Status and error of a run whose `with` block ended with this exception (None = in peace)."""
+    if error is None:
+        return "finished", None
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "cancelled", None
+    first_line = next(iter(str(error).splitlines()), "")
+    return "failed", f"{type(error).__name__}: {first_line}".removesuffix(": ")
 
 
 class RunWriter:
@@ -258,15 +270,45 @@ class RunWriter:
         Raises:
             ValueError: shapes that do not fit, ids outside [-1, E), unknown phase, or the run is closed.
         """
+        ids_TK, gates_TK = np.asarray(experts_TK), np.asarray(weights_TK)
+        if ids_TK.ndim != 2:
+            raise ValueError(f"experts_TK must be integers of shape (T, K), got {ids_TK.dtype} {ids_TK.shape}")
+        self.log_decisions_of(
+            step,
+            phase=phase,
+            layers=[layer],
+            routers=[router],
+            experts_RTK=ids_TK[None],
+            weights_RTK=gates_TK[None],
+            kept_RTK=None if kept_TK is None else np.asarray(kept_TK)[None],
+            tokens_T=tokens_T,
+        )
+
+    def log_decisions_of(
+        self,
+        step: int,
+        *,
+        phase: str = "train",
+        layers: Sequence[int],
+        routers: Sequence[int],
+        experts_RTK: np.ndarray,
+        weights_RTK: np.ndarray,
+        kept_RTK: np.ndarray | None = None,
+        tokens_T: np.ndarray | None = None,
+    ) -> None:
+        """The same for several routers at once that have as many experts: one of each array per router."""
+        experts = {self._experts.get(router) for router in routers}
+        if len(experts) != 1:
+            raise ValueError(f"routers {', '.join(map(str, routers))} differ in their number of experts: {experts}")
         rows = buffers.decision_rows(
             buffers.key(step, phase),
-            layer=layer,
-            router=router,
-            experts_TK=experts_TK,
-            weights_TK=weights_TK,
-            kept_TK=kept_TK,
+            layers=layers,
+            routers=routers,
+            experts_RTK=experts_RTK,
+            weights_RTK=weights_RTK,
+            kept_RTK=kept_RTK,
             tokens_T=tokens_T,
-            num_experts=self._experts.get(router),
+            num_experts=experts.pop(),
             full_weights=self._full_weights,
         )
         self._add("decisions", step, rows, rows.num_rows)
@@ -349,6 +391,15 @@ class RunWriter:
         self._flushed_at = time.monotonic()
         self._beat()
 
+    def rest(self) -> None:
+        """For quiet times: write rows that have waited for `flush_seconds`, and show that the run is alive."""
+        self._check_open()
+        quiet = time.monotonic() - self._flushed_at
+        if self._num_rows and quiet >= self._flush_seconds:
+            self.flush()
+        elif time.monotonic() - self._beat_at >= max(self._flush_seconds, _REST_BEAT_S):
+            self._beat()
+
     def finalize(
         self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None
     ) -> None:
@@ -387,11 +438,7 @@ class RunWriter:
             self.finalize("finished")
             return
         try:
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                self.finalize("cancelled")
-            else:
-                first_line = next(iter(str(error).splitlines()), "")
-                self.finalize("failed", error=f"{type(error).__name__}: {first_line}".removesuffix(": "))
+            self.finalize(*status_after(error))
         except Exception as problem:
             error.add_note(f"closing the run failed too: {problem}")
 
