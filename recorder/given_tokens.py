@@ -18,7 +18,9 @@ def mask_of(attention_mask: Any) -> Tensor | None:
     """bool (T,): the mask, as a sequence of tokens."""
     if attention_mask is None:
         return None
-    tensor = attention_mask.detach() if isinstance(attention_mask, Tensor) else torch.as_tensor(np.asarray(attention_mask))
+    tensor = (
+        attention_mask.detach() if isinstance(attention_mask, Tensor) else torch.as_tensor(np.asarray(attention_mask))
+    )
     return tensor.reshape(-1) > 0
 
 

@@ -226,6 +226,10 @@ class RoutingRecorder:
         """What the open context has gathered so far; None outside."""
         return self._open
 
+    def has(self, step: int, phase: str = "train") -> bool:
+        """Whether this step of this phase has been recorded (in this segment of the run)."""
+        return (step, phase) in self._recorded
+
     def log(self, **scalars: Any) -> None:
         """Numbers of the open step: loss, ce_loss, aux_loss, z_loss, grad_norm, learning_rate, wall_time_s.
 
@@ -281,7 +285,9 @@ class RoutingRecorder:
 
     # What the model's hooks tell; a fault in here must not reach the training.
 
-    def model_called(self, entrance: Entrance, outermost: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def model_called(
+        self, entrance: Entrance, outermost: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         current = self._open
         if current is None:
             return

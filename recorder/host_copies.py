@@ -31,10 +31,14 @@ class HostCopy:
         else:
             # a device of another kind (MPS, say) copies as it can: .cpu() waits there
             kept = [tensor.detach().cpu() for tensor in tensors]
-            self._tensors = kept if fresh else [
-                copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
-                for copy, tensor in zip(kept, tensors, strict=True)
-            ]
+            self._tensors = (
+                kept
+                if fresh
+                else [
+                    copy.clone() if copy.data_ptr() == tensor.data_ptr() else copy
+                    for copy, tensor in zip(kept, tensors, strict=True)
+                ]
+            )
 
     def arrays(self) -> list[np.ndarray]:
         """The tensors as numpy arrays, in order. Waits for the device where that is not there yet."""

@@ -88,12 +88,13 @@ def sum_up(
     else:
         tokens_R = torch.full((R,), T, device=device)
     rerouted_R = _rerouted(routings, stacked) if routings[0].expert_bias_E is not None else torch.zeros_like(tokens_R)
-    slots_RN = (stacked.expert_ids_RTK + 1).view(R, -1)
+    # slot 0 for no choice, the last for an id that no expert has: on a device that would end the training
+    slots_RN = (stacked.expert_ids_RTK.clamp(NO_CHOICE, E) + 1).view(R, -1)
     counts = [torch.stack([tokens_R, invalid_R, rerouted_R], -1), _count(slots_RN, E)]
     if stacked.kept_RTK is not None:
         counts.append(_count(slots_RN.masked_fill(stacked.kept_RTK.reshape(R, -1), 0), E))
-    mass_RE = torch.zeros(R, E + 1, dtype=sum_type, device=device)
-    mass_RE = mass_RE.scatter_add_(1, slots_RN, stacked.weights_RTK.view(R, -1).to(sum_type))[:, 1:]
+    mass_RE = torch.zeros(R, E + 2, dtype=sum_type, device=device)
+    mass_RE = mass_RE.scatter_add_(1, slots_RN, stacked.weights_RTK.view(R, -1).to(sum_type))[:, 1:-1]
     sums = [
         torch.special.entr(probs_RTE).sum((1, 2), dtype=sum_type)[:, None],
         probs_RTE.sum(1, dtype=sum_type),
@@ -174,5 +175,5 @@ def _rerouted(routings: Sequence[Routing], stacked: Stacked) -> Tensor:
 
 def _count(slots_RN: Tensor, num_experts: int) -> Tensor:
     """int64 (R, E): how often each expert's slot (its id + 1) occurs. A bincount would wait for the device."""
-    count = torch.zeros(slots_RN.shape[0], num_experts + 1, dtype=torch.int64, device=slots_RN.device)
-    return count.scatter_add_(1, slots_RN, torch.ones_like(slots_RN))[:, 1:]
+    count = torch.zeros(slots_RN.shape[0], num_experts + 2, dtype=torch.int64, device=slots_RN.device)
+    return count.scatter_add_(1, slots_RN, torch.ones_like(slots_RN))[:, 1:-1]

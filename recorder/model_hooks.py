@@ -19,7 +19,9 @@ from .no_hook import no_hook
 class Listener(Protocol):
     """Who is told. Neither method raises."""
 
-    def model_called(self, entrance: Entrance, outermost: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def model_called(
+        self, entrance: Entrance, outermost: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """One of the modules that enclose all routers of a stream is called; outermost: not from within another."""
 
     def model_returned(self) -> None:

@@ -226,9 +226,20 @@ class StepCapture:
             for batch in batches:
                 if batch.waiting:
                     _add_real_tokens(batch)
-                    for alike in _groups(batch.waiting):
-                        self._reduce_alike(batch, alike)
-                    batch.waiting = []
+                    waiting, batch.waiting = batch.waiting, []
+                    for alike in _groups(waiting):
+                        self._reduce_safely(batch, alike)
+
+    def _reduce_safely(self, batch: MicroBatch, group: Sequence[tuple[RouterSite, Observation]]) -> None:
+        """Reduce a group; where that fails, one by one, so that an odd router does not take the others along."""
+        try:
+            self._reduce_alike(batch, group)
+        except Exception as error:
+            if len(group) > 1:
+                for one in group:
+                    self._reduce_safely(batch, [one])
+            else:
+                self.misfits.append(f"router {group[0][0].name} gave what cannot be summed up: {error}")
 
     def _reduce_alike(self, batch: MicroBatch, group: Sequence[tuple[RouterSite, Observation]]) -> None:
         if not (self.stats or batch.decisions):
@@ -237,6 +248,7 @@ class StepCapture:
         routers = tuple(site.router for site, _ in group)
         losses = [observation.losses for _, observation in group]
         stacked = Stacked.of(routings, batch.mask_T)
+        kept = _keep(batch, routers, routings[0].num_experts, stacked) if batch.decisions else None
         if self.stats:
             counts, sums = sum_up(routings, stacked, batch.mask_T, losses)
             bias = [routing.expert_bias_E for routing in routings if routing.expert_bias_E is not None]
@@ -251,8 +263,8 @@ class StepCapture:
                 so_far.counts += counts
                 so_far.sums += sums
                 so_far.bias_RE = bias_RE
-        if batch.decisions:
-            batch.kept.append(_keep(batch, routers, routings[0].num_experts, stacked))
+        if kept is not None:
+            batch.kept.append(kept)
 
 
 def _groups(waiting: Sequence[tuple[RouterSite, Observation]]) -> list[list[tuple[RouterSite, Observation]]]:

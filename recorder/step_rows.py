@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ import numpy as np
 from moe_core.routing import NO_CHOICE
 
 from .host_copies import HostCopy
-from .step_capture import MicroBatch, SumsOnHost
 from .layer_stats import stats_row
+from .step_capture import MicroBatch, SumsOnHost
 from .writer import RunWriter
 
 #: Called with what was being done and a function that does it; notes what goes wrong there.
@@ -88,7 +89,8 @@ class StepWriter:
                 chosen = [_chosen(batch, real_T) for batch, real_T in zip(batches, real, strict=True)]
                 given = record.given if number == 0 else GivenTokens()
                 guard("writing tokens", lambda a=(batches, chosen, first_token, given): self._tokens(record, *a))
-                guard("writing decisions", lambda a=(batches, chosen, first_token): self._decisions(record, *a))
+                for routers, arrays in _joined(batches, chosen, first_token).items():
+                    self._decisions(record, routers, arrays, guard)
             first_token += sum(batch.num_tokens for batch in batches)
         guard("writing layer_stats", lambda: self._stats(record))
         guard("writing steps", lambda: self._step(record, tokens))
@@ -143,32 +145,31 @@ class StepWriter:
         return sum(other[-1].first_sequence + other[-1].shape[0] for other in before if other)
 
     def _decisions(
-        self, record: StepRecord, batches: list[MicroBatch], chosen: list[np.ndarray], first_token: int
+        self, record: StepRecord, routers: tuple[int, ...], arrays: Sequence[np.ndarray], guard: Guard
     ) -> None:
-        pieces: dict[tuple[Any, ...], list[tuple[np.ndarray, list[np.ndarray]]]] = {}
-        for batch, chosen_T in zip(batches, chosen, strict=True):
-            tokens_T = first_token + batch.first_token + np.flatnonzero(chosen_T)
-            if batch.chosen_B is not None:  # the copies hold the chosen sequences only
-                chosen_T = chosen_T[np.repeat(batch.chosen_B, batch.shape[1])]
-            for kept in batch.kept:
-                arrays = [a if chosen_T.all() else a[:, chosen_T] for a in kept.copy.arrays()]
-                pieces.setdefault((kept.routers, kept.has_kept), []).append((tokens_T, arrays))
-        for (routers, has_kept), found in sorted(pieces.items()):
-            top_k = max(arrays[0].shape[-1] for _, arrays in found)
-            joined = [
-                np.concatenate([_widened(a, top_k, fill) for a in column], axis=1)
-                for column, fill in zip(zip(*(arrays for _, arrays in found), strict=True), (NO_CHOICE, 0, False))
-            ]
+        """Rows of these routers: tokens (T,), ids and weights and perhaps kept (R, T, K)."""
+
+        def write(first: int, last: int) -> None:
+            experts, weights, *kept = (array[first:last] for array in arrays[1:])
             self._writer.log_decisions_of(
                 record.step,
                 phase=record.phase,
-                layers=[self._layer_of[router] for router in routers],
-                routers=routers,
-                experts_RTK=joined[0],
-                weights_RTK=joined[1],
-                kept_RTK=joined[2] if has_kept else None,
-                tokens_T=np.concatenate([tokens_T for tokens_T, _ in found]),
+                layers=[self._layer_of[router] for router in routers[first:last]],
+                routers=routers[first:last],
+                experts_RTK=experts,
+                weights_RTK=weights,
+                kept_RTK=kept[0] if kept else None,
+                tokens_T=arrays[0],
             )
+
+        def all_or_each() -> None:
+            try:
+                write(0, len(routers))
+            except ValueError:  # one router's odd ids do not take the others along
+                for place in range(len(routers)):
+                    guard("writing decisions", partial(write, place, place + 1))
+
+        guard("writing decisions", all_or_each)
 
     def _stats(self, record: StepRecord) -> None:
         of_router: dict[int, tuple[Any, ...]] = {}
@@ -193,6 +194,29 @@ class StepWriter:
             for name, value in record.scalars.items()
         }
         self._writer.log_step(record.step, phase=record.phase, tokens=tokens, **scalars)
+
+
+def _joined(
+    batches: Sequence[MicroBatch], chosen: Sequence[np.ndarray], first_token: int
+) -> dict[tuple[int, ...], list[np.ndarray]]:
+    """By routers alike: the numbers of the chosen tokens (T,), and their ids, weights, perhaps kept (R, T, K)."""
+    pieces: dict[tuple[int, ...], list[list[np.ndarray]]] = {}
+    for batch, chosen_T in zip(batches, chosen, strict=True):
+        tokens_T = first_token + batch.first_token + np.flatnonzero(chosen_T)
+        if batch.chosen_B is not None:  # the copies hold the chosen sequences only
+            chosen_T = chosen_T[np.repeat(batch.chosen_B, batch.shape[1])]
+        for kept in batch.kept:
+            arrays = [a if chosen_T.all() else a[:, chosen_T] for a in kept.copy.arrays()]
+            pieces.setdefault(kept.routers, []).append([tokens_T, *arrays])
+    joined = {}
+    for routers, found in sorted(pieces.items()):
+        top_k = max(arrays[1].shape[-1] for arrays in found)
+        tokens, *columns = zip(*found, strict=True)
+        joined[routers] = [np.concatenate(tokens)] + [
+            np.concatenate([_widened(array, top_k, fill) for array in column], axis=1)
+            for column, fill in zip(columns, (NO_CHOICE, 0, False), strict=False)
+        ]
+    return joined
 
 
 def _chosen(batch: MicroBatch, real_T: np.ndarray | None) -> np.ndarray:

@@ -178,7 +178,9 @@ def test_through_a_wrapper_that_hands_arguments_on(tmp_path):
             Wrapper(model)(ids, mask)
         stats = table(tmp_path / f"{number}", "layer_stats")
         assert stats.tokens.tolist() == [8] * LAYERS
-        assert [entry["module"] for entry in recorder.writer.manifest["model"]["layers"]][0].startswith("model.layers.0")
+        assert [entry["module"] for entry in recorder.writer.manifest["model"]["layers"]][0].startswith(
+            "model.layers.0"
+        )
 
 
 def test_no_trace_after_close_and_copies_while_recording(tmp_path):
