@@ -67,9 +67,12 @@ def check_given(
     if not decisions:
         return GivenTokens()
     if text is not None:
-        array = np.asarray(text() if callable(text) else text, dtype=object)
-        check("text", array.shape, [num_tokens])
-        given.text_T = array.reshape(-1).tolist()
+        text = text() if callable(text) else text
+        if not (isinstance(text, list) and len(text) == num_tokens and isinstance(text[0], str | None)):
+            array = np.asarray(text, dtype=object)
+            check("text", array.shape, [num_tokens])
+            text = array.reshape(-1).tolist()
+        given.text_T = text
     return given
 
 

@@ -95,8 +95,10 @@ def sum_up(
         counts.append(_count(slots_RN.masked_fill(stacked.kept_RTK.reshape(R, -1), 0), E))
     mass_RE = torch.zeros(R, E + 2, dtype=sum_type, device=device)
     mass_RE = mass_RE.scatter_add_(1, slots_RN, stacked.weights_RTK.view(R, -1).to(sum_type))[:, 1:-1]
+    # p ln p with 0 ln 0 = 0; torch.special.entr is the same, three times slower
+    entropy_RTE = probs_RTE.clamp_min(smallest).log_().mul_(probs_RTE).neg_()
     sums = [
-        torch.special.entr(probs_RTE).sum((1, 2), dtype=sum_type)[:, None],
+        entropy_RTE.sum((1, 2), dtype=sum_type)[:, None],
         probs_RTE.sum(1, dtype=sum_type),
         mass_RE,
     ]

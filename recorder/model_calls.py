@@ -46,10 +46,11 @@ class Told:
 
 @dataclass(frozen=True, kw_only=True)
 class Entrance:
-    """A module whose call encloses all routers of these streams."""
+    """A module whose call encloses all routers of these streams; what its forward calls its positional arguments."""
 
     module: nn.Module
     streams: tuple[str, ...]
+    arguments: tuple[str, ...]
 
 
 def entrances(model: nn.Module, sites: Sequence[RouterSite]) -> list[Entrance]:
@@ -63,13 +64,13 @@ def entrances(model: nn.Module, sites: Sequence[RouterSite]) -> list[Entrance]:
         inside = f"{name}." if name else ""
         streams = tuple(stream for stream, of in names.items() if all(n.startswith(inside) for n in of))
         if streams and id(module) not in hooked and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            found.append(Entrance(module=module, streams=streams))
+            found.append(Entrance(module=module, streams=streams, arguments=_arguments(module)))
     return found
 
 
 def told_by(entrance: Entrance, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Told]:
     """What this call says of each of the entrance's streams. Reads shapes only: nothing waits for the device."""
-    given = _by_name(entrance.module, args) | dict(kwargs)
+    given = {**dict(zip(entrance.arguments, args, strict=False)), **kwargs}
     if len(entrance.streams) == 1:
         return {entrance.streams[0]: _told(given, "", args)}
     return {stream: _told(given, "decoder_" if stream == "decoder" else "", ()) for stream in entrance.streams}
@@ -111,10 +112,6 @@ def _whole_matrix(value: Any) -> bool:
     )
 
 
-def _by_name(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-    """Positional arguments by the names that the module's forward gives them."""
-    if not args:
-        return {}
+def _arguments(module: nn.Module) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds]
-    return dict(zip(names, args, strict=False))
+    return tuple(p.name for p in inspect.signature(module.forward).parameters.values() if p.kind in kinds)
