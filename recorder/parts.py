@@ -196,11 +196,13 @@ def remove_parts(folder: Path, names: Iterable[str]) -> None:
             continue
 
 
-def remove_leftovers(folder: Path, rank: int) -> None:
-    """Delete what a killed writer of this rank left half-done: temporary files."""
+def remove_leftovers(folder: Path, rank: int | None = None) -> None:
+    """Delete what a killed writer of this rank (None = of any) left half-done: temporary files."""
     for name in _names(folder):
-        if name.startswith(".part-") and name.endswith(".tmp") and part_rank(name[1:].rsplit(".", 2)[0]) == rank:
-            (folder / name).unlink(missing_ok=True)
+        if name.startswith(".part-") and name.endswith(".tmp"):
+            left_by = part_rank(name[1:].rsplit(".", 2)[0])
+            if left_by is not None and rank in (None, left_by):
+                (folder / name).unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ from recorder import buffers, claim
 from recorder.compact import compact_table
 from recorder.manifest import STATUSES, RunExistsError, RunNotFoundError, now, plain, replace_manifest
 from recorder.parts import next_sequence, part_name, write_part
-from recorder.schema import TABLES
+from recorder.schema import SCHEMAS, TABLES
 
 #: `steps` last: a step that a reader finds there has its other rows already.
 _FLUSH_ORDER = ("tokens", "decisions", "layer_stats", "events", "steps")
@@ -46,9 +46,14 @@ class RunWriter:
         path: the run's own folder; created, with its parents.
         manifest: values for `run.json` (config, model, domains, ...); the rest is filled in. On resume they replace
             the values there. `run_id` is the folder's name unless given.
-        rank: this process's rank. Ranks above 0 join the folder that rank 0 has created (call after a barrier) and
-            write parts only.
-        resume: go on with an existing run, as its next segment.
+        rank: this process's rank. Ranks above 0 wait until rank 0 of the same launch has created or resumed the run,
+            and write parts only.
+        resume: go on with an existing run, as its next segment; "auto" = if there is one, else create it.
+        share: number of the tokens that this process sees, written as `rank` of its rows: the same on ranks that hold
+            replicas or other layers of the same tokens (the data-parallel rank). None = every rank sees its own.
+        launch: what all ranks of this launch share and no other launch has, so that nobody joins the run of an earlier
+            one. None = told by the environment, which works for ranks on one host.
+        join_seconds: how long ranks above 0 wait for rank 0.
         flush_seconds: most seconds between two flushes while rows arrive.
         flush_rows: most rows buffered, all tables together.
         flush_steps: steps between two flushes; None = by time and rows only.
@@ -56,8 +61,8 @@ class RunWriter:
 
     Raises:
         RunExistsError: the folder holds a run already; or, on resume, a live process still writes to it.
-        RunNotFoundError: resume, or a rank above 0, without a run there.
-        ValueError: a flush setting out of range.
+        RunNotFoundError: resume without a run there, or rank 0 has opened none in time.
+        ValueError: a setting out of range.
     """
 
     def __init__(
@@ -66,7 +71,10 @@ class RunWriter:
         *,
         manifest: dict[str, Any] | None = None,
         rank: int = 0,
-        resume: bool = False,
+        resume: bool | Literal["auto"] = False,
+        share: int | None = None,
+        launch: str | None = None,
+        join_seconds: float = 60.0,
         flush_seconds: float = 1.0,
         flush_rows: int = 200_000,
         flush_steps: int | None = None,
@@ -74,6 +82,12 @@ class RunWriter:
     ) -> None:
         if rank < 0:
             raise ValueError(f"rank must be at least 0, got {rank}")
+        if share is not None and share < 0:
+            raise ValueError(f"share must be at least 0 or None, got {share}")
+        if resume not in (True, False, "auto"):
+            raise ValueError(f"resume must be True, False or 'auto', got {resume!r}")
+        if not join_seconds >= 0:
+            raise ValueError(f"join_seconds must be at least 0, got {join_seconds}")
         if not flush_seconds >= 0:
             raise ValueError(f"flush_seconds must be at least 0, got {flush_seconds}")
         if flush_rows < 1:
@@ -82,18 +96,20 @@ class RunWriter:
             raise ValueError(f"flush_steps must be at least 1 or None, got {flush_steps}")
         self.path = Path(path)
         self.rank = rank
+        self.share = rank if share is None else share
         self._flush_seconds = flush_seconds
         self._flush_rows = flush_rows
         self._flush_steps = flush_steps
         self._full_weights = full_weights
         given: dict[str, Any] = plain(manifest or {})
         if rank:
-            self._manifest = claim.join_run(self.path, rank, resume=resume)
-        elif resume:
-            self._manifest = claim.resume_run(self.path, given)
+            self._manifest = claim.join_run(self.path, rank, resume=bool(resume), launch=launch, seconds=join_seconds)
+        elif resume is True or (resume == "auto" and claim.holds_run(self.path)):
+            self._manifest = claim.resume_run(self.path, given, launch=launch)
         else:
-            self._manifest = claim.create_run(self.path, given, weights="full" if full_weights else "rounded")
-        self._resumed_pending = resume and rank == 0
+            weights = "full" if full_weights else "rounded"
+            self._manifest = claim.create_run(self.path, given, weights=weights, launch=launch)
+        self._resumed_pending = self.segment > 0 and rank == 0
         self._experts = buffers.experts_by_router(self._manifest)
         self._rows: dict[str, list[pa.Table | dict[str, Any]]] = {table: [] for table in TABLES}
         self._num_rows = 0
@@ -381,9 +397,8 @@ class RunWriter:
         self._check_open()
         for table in _FLUSH_ORDER:
             if self._rows[table]:
-                rows = buffers.assemble(table, self._rows[table], rank=self.rank, segment=self.segment)
-                write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
-                self._sequence[table] += 1
+                rows = buffers.assemble(table, self._rows[table], rank=self.share, segment=self.segment)
+                self._write_part(table, rows)
                 self._num_rows -= rows.num_rows
                 self._rows[table] = []
         self._steps_since_flush = 0
@@ -421,6 +436,8 @@ class RunWriter:
             if self._resumed_pending:
                 self._log_resumed(self._manifest["last_step"] or 0)
             self.flush()
+            if self.rank and not any(self._sequence.values()):  # an empty share, told apart from a lost one
+                self._write_part("steps", SCHEMAS["steps"].empty_table())
             for table in TABLES:
                 compact_table(self.path / table, table, self.rank)
         except OSError as problem:
@@ -463,6 +480,10 @@ class RunWriter:
             self.flush()
         elif time.monotonic() - self._beat_at >= self._flush_seconds:
             self._beat()
+
+    def _write_part(self, table: str, rows: pa.Table) -> None:
+        write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
+        self._sequence[table] += 1
 
     def _log_resumed(self, step: int) -> None:
         self._resumed_pending = False
