@@ -90,6 +90,21 @@ def merge_layer_ranks(rows: pa.Table) -> pa.Table:
     return pa.concat_tables(pieces) if pieces else rows
 
 
+def incomplete_steps(rows: pa.Table) -> pa.Table:
+    """Steps that fewer ranks recorded than others of their segment: columns step, ranks, of_ranks, by step.
+
+    Args:
+        rows: of one phase, with columns step, segment and rank.
+    """
+    pairs = rows.select(["step", "segment", "rank"]).group_by(["step", "segment", "rank"]).aggregate([])
+    by_step = sort_rows(pairs.group_by(["step", "segment"]).aggregate([("rank", "count")]), "step", "segment")
+    by_segment = pairs.group_by("segment").aggregate([("rank", "count_distinct")])
+    expected = dict(zip(*(by_segment[name].to_pylist() for name in ("segment", "rank_count_distinct")), strict=True))
+    of_ranks = np.array([expected[segment] for segment in by_step["segment"].to_pylist()], dtype=np.int64)
+    found = pa.table({"step": by_step["step"], "ranks": by_step["rank_count"], "of_ranks": of_ranks})
+    return found.filter(pc.less(found["ranks"], found["of_ranks"]))
+
+
 def _merge_router(rows: pa.Table) -> pa.Table:
     rows = sort_rows(rows, "step", "phase", "layer", "rank")
     starts = _group_starts(rows, ("step", "phase", "layer"))
