@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -27,12 +28,14 @@ from .background import Background
 from .describe import describe_model
 from .given_tokens import check_given, mask_of
 from .host_copies import HostCopy
+from .joint_run import open_run
 from .model_calls import Entrance, told_by
 from .model_hooks import ModelHooks
+from .processes import this_rank
 from .sampling import Sampling
 from .step_capture import StepCapture
-from .step_rows import StepRecord, StepWriter
-from .writer import RunWriter, status_after
+from .step_rows import GivenTokens, StepRecord, StepWriter
+from .writer import status_after
 
 LOGGED = ("loss", "ce_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "wall_time_s")
 _WHEN_FULL = ("wait", "drop")
@@ -69,9 +72,15 @@ class RoutingRecorder:
     Without these two, and `step(token_ids=..., text=...)`, nothing of the text is kept.
     max_buffer_mb: most MB of decisions that wait for the disk. when_full: "wait" until there is room, or "drop" the
     step's decisions, never its statistics; each step dropped is an event `decisions_dropped`.
-    rank, resume, writer_options: passed on to RunWriter (flush_seconds, flush_rows, flush_steps, full_weights).
+    resume: go on with the run that is there, as its next segment; "auto" = if there is one, which is what a script that
+    a scheduler starts again wants. rank, world_size: by default those of torch.distributed, else of torchrun's
+    environment; every rank builds a recorder with the same `out`, and rank 0 creates the run. data_parallel_rank: give
+    it where ranks see the same tokens (tensor or pipeline parallel): each router is then recorded once for all ranks of
+    one data-parallel rank, and of a scalar the first value that one of them logs (so log aux losses summed over all
+    layers). That needs torch.distributed, initialised before, and layers under their names in the whole model.
+    writer_options: passed on to RunWriter (join_seconds, flush_seconds, flush_rows, flush_steps, full_weights).
 
-    Raises ValueError for an option out of range, a router of unknown class, or a model without any.
+    Raises ValueError for an option out of range, a router of unknown class, or a single rank's model without any.
     """
 
     def __init__(
@@ -92,7 +101,9 @@ class RoutingRecorder:
         when_full: Literal["wait", "drop"] = "wait",
         source: str = "RoutingRecorder",
         rank: int | None = None,
-        resume: bool = False,
+        world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        resume: bool | Literal["auto"] = False,
         **writer_options: Any,
     ) -> None:
         self._sampling = Sampling(
@@ -102,11 +113,12 @@ class RoutingRecorder:
             raise ValueError(f"max_buffer_mb={max_buffer_mb} is not above 0")
         if when_full not in _WHEN_FULL:
             raise ValueError(f"when_full={when_full!r} is unknown; choose one of {', '.join(_WHEN_FULL)}")
-        sites = find_routers(model)
+        rank, world_size = this_rank(rank, world_size)
+        found = find_routers(model, may_be_none=world_size > 1)
         config = dict(config or {})
-        self._writer = RunWriter(
+        joint = open_run(
             out,
-            manifest={
+            {
                 **({} if name is None else {"name": name}),
                 "source": source,
                 "seed": config.get("seed"),
@@ -126,18 +138,24 @@ class RoutingRecorder:
                     "torch": torch.__version__,
                     "numpy": np.__version__,
                 },
-                "model": describe_model(model, sites),
+                "model": describe_model(model, found),
             },
-            rank=rank or 0,
+            rank=rank,
+            world_size=world_size,
+            data_parallel_rank=data_parallel_rank,
             resume=resume,
             **writer_options,
         )
+        self._writer = joint.writer
+        numbers = joint.numbers
+        sites = [replace(site, router=numbers[site.router]) for site in found if site.router in numbers]
         self._sites = {site.router: site for site in sites}
         self._step_writer = StepWriter(
             self._writer,
             {router: site.layer for router, site in self._sites.items()},
             {router: site.adapter.coefficients(site.module) for router, site in self._sites.items()},
             _text_of(tokenizer),
+            writes_tokens=joint.tokens,
         )
         self._domains, self._tokens, self._when_full = tuple(domains), tokens or tokenizer is not None, when_full
         self._open: StepCapture | None = None
@@ -207,15 +225,17 @@ class RoutingRecorder:
             yield
         finally:
             self._open = outer
-        given = check_given(
-            current.first_stream,
-            decisions=current.decisions,
-            token_ids=token_ids,
-            attention_mask=attention_mask,
-            domains=domains,
-            text=text,
-            declared=self._domains,
-        )
+        given = GivenTokens()
+        if self._sites:  # a rank without routers to record saw no tokens to hold this against
+            given = check_given(
+                current.first_stream,
+                decisions=current.decisions,
+                token_ids=token_ids,
+                attention_mask=attention_mask,
+                domains=domains,
+                text=text,
+                declared=self._domains,
+            )
         self._recorded.add((step, phase))
         self._last_step = step
         self._guarded("ending a step", lambda: self._hand_over(current, given))

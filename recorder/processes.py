@@ -31,14 +31,20 @@ _LONGEST_PAUSE_S = 0.25
 Result = TypeVar("Result")
 
 
-def this_rank() -> tuple[int, int]:
-    """(rank, world size) of this process.
+def this_rank(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
+    """(rank, world size) of this process: as given, or else as found out.
 
     From torch.distributed where it is initialised, else from RANK and WORLD_SIZE as torchrun sets them, else (0, 1).
 
     Raises:
-        ValueError: RANK and WORLD_SIZE that are no whole numbers, or do not go together.
+        ValueError: one given without the other, or a rank outside its world.
     """
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank and world_size go together, got rank={rank} and world_size={world_size}")
+    if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be at least 0 and below world_size={world_size}, got {rank}")
+        return rank, world_size
     distributed = _distributed()
     if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size()
@@ -46,12 +52,12 @@ def this_rank() -> tuple[int, int]:
     if None in texts:
         return 0, 1
     try:
-        rank, world_size = (int(text or "") for text in texts)
+        found, size = (int(text or "") for text in texts)
     except ValueError:
-        rank, world_size = -1, 0
-    if not 0 <= rank < world_size:
+        found, size = -1, 0
+    if not 0 <= found < size:
         raise ValueError(f"the environment says RANK={texts[0]} and WORLD_SIZE={texts[1]}, which is no rank of a world")
-    return rank, world_size
+    return found, size
 
 
 def environment_launch() -> str:

@@ -65,7 +65,7 @@ class StepRecord:
 
 
 class StepWriter:
-    """Writes records through `writer`; layers and coefficients are told by router."""
+    """Writes records through `writer`; layers and coefficients are told by router. writes_tokens: the table too."""
 
     def __init__(
         self,
@@ -73,9 +73,11 @@ class StepWriter:
         layer_of: Mapping[int, int],
         coefficients_of: Mapping[int, Mapping[str, float]],
         text_of: Callable[[int], str] | None = None,
+        *,
+        writes_tokens: bool = True,
     ) -> None:
         self._writer, self._layer_of, self._coefficients_of, self._text_of = writer, layer_of, coefficients_of, text_of
-        self._text_noted = False
+        self._writes_tokens, self._text_noted = writes_tokens, False
 
     def write(self, record: StepRecord, guard: Guard) -> None:
         """Every row of the step. A fault in one table does not keep the others from being written."""
@@ -88,7 +90,8 @@ class StepWriter:
             if any(batch.decisions for batch in batches):
                 chosen = [_chosen(batch, real_T) for batch, real_T in zip(batches, real, strict=True)]
                 given = record.given if number == 0 else GivenTokens()
-                guard("writing tokens", lambda a=(batches, chosen, first_token, given): self._tokens(record, *a))
+                if self._writes_tokens:
+                    guard("writing tokens", lambda a=(batches, chosen, first_token, given): self._tokens(record, *a))
                 for routers, arrays in _joined(batches, chosen, first_token).items():
                     self._decisions(record, routers, arrays, guard)
             first_token += sum(batch.num_tokens for batch in batches)
