@@ -24,15 +24,20 @@ pytestmark = [
 ]
 
 
-def torchrun(ranks, mode, tmp_path, *, check=True, **settings):
-    """What each rank saw, of a launch of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKER)]
-    command += [mode, str(tmp_path / "run"), str(tmp_path), *(f"{name}={value}" for name, value in settings.items())]
-    result = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180
-    )
+def torchrun(ranks, mode, tmp_path, *, check=True, restarts=0, **settings):
+    """Launch the workers; `check`: they must end well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [f"--max-restarts={restarts}", str(WORKER), mode, str(tmp_path / "run"), str(tmp_path)]
+    command += [f"{name}={value}" for name, value in settings.items()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
     assert (result.returncode == 0) == check, result.stderr
-    return saved(tmp_path, settings["launch"], ranks)
+
+
+def train(ranks, tmp_path, *, launch, **options):
+    """What each rank saw of a training."""
+    torchrun(ranks, "train", tmp_path, launch=launch, **options)
+    return saved(tmp_path, launch, ranks)
 
 
 def saved(tmp_path, launch, ranks):
@@ -70,7 +75,7 @@ def assert_decisions(run, sources):
 
 
 def test_two_ranks(tmp_path):
-    ranks = torchrun(2, "train", tmp_path, launch=0, first=0, last=4)
+    ranks = train(2, tmp_path, launch=0, first=0, last=4)
     run = Run(tmp_path / "run")
     assert (run.status, run.ranks, run.problems, run.manifest["world_size"]) == ("finished", 2, [], 2)
     sources = dict.fromkeys(range(4), ranks)
@@ -88,7 +93,7 @@ def test_two_ranks(tmp_path):
 
 
 def test_rank_1_is_killed_and_all_resume_from_a_checkpoint(tmp_path):
-    killed = torchrun(2, "train", tmp_path, check=False, launch=1, first=0, last=20, victim=1, dies_at=5)
+    killed = train(2, tmp_path, check=False, launch=1, first=0, last=20, victim=1, dies_at=5)
     run = Run(tmp_path / "run")
     # rank 0 may have seen the connection break before torchrun ended it
     assert run.status in ("unfinished", "failed")
@@ -98,7 +103,7 @@ def test_rank_1_is_killed_and_all_resume_from_a_checkpoint(tmp_path):
     assert_loads(run, first)
     assert run.incomplete_steps().to_numpy().tolist() == [[5, 1, 2]]
 
-    resumed = torchrun(2, "train", tmp_path, launch=2, first=3, last=7)
+    resumed = train(2, tmp_path, launch=2, first=3, last=7)
     run = Run(tmp_path / "run")
     assert (run.status, run.ranks, run.manifest["segment"]) == ("finished", 2, 1)
     sources = dict.fromkeys(range(3), killed) | dict.fromkeys(range(3, 7), resumed)
@@ -114,13 +119,13 @@ def test_rank_1_is_killed_and_all_resume_from_a_checkpoint(tmp_path):
 
 
 def test_four_ranks_lose_rank_0_and_two_go_on(tmp_path):
-    killed = torchrun(4, "train", tmp_path, check=False, launch=1, first=0, last=20, victim=0, dies_at=2)
+    killed = train(4, tmp_path, check=False, launch=1, first=0, last=20, victim=0, dies_at=2)
     run = Run(tmp_path / "run")
     assert (run.status, run.ranks) == ("unfinished", 4)
     assert_loads(run, {0: killed, 1: killed, 2: killed[1:]})
     assert run.incomplete_steps().to_numpy().tolist() == [[2, 3, 4]]
 
-    resumed = torchrun(2, "train", tmp_path, launch=2, first=2, last=4)
+    resumed = train(2, tmp_path, launch=2, first=2, last=4)
     run = Run(tmp_path / "run")
     assert (run.status, run.manifest["segment"], run.manifest["world_size"]) == ("finished", 1, 2)
     sources = {0: killed, 1: killed, 2: resumed, 3: resumed}
@@ -130,27 +135,19 @@ def test_four_ranks_lose_rank_0_and_two_go_on(tmp_path):
     assert run.incomplete_steps().empty  # two ranks are all there are in the second segment
 
 
-def test_without_a_process_group_an_earlier_launch_is_not_joined(tmp_path):
-    before = torchrun(2, "without_process_group", tmp_path, launch=0, first=0, last=2)
-    after = torchrun(2, "without_process_group", tmp_path, launch=1, first=2, last=3)
+def test_torchrun_starts_all_again_and_they_go_on_without_a_process_group(tmp_path):
+    torchrun(2, "without_process_group", tmp_path, restarts=1)
+    before, after = (saved(tmp_path, attempt, 2) for attempt in range(2))
     run = Run(tmp_path / "run")
     assert (run.status, run.ranks, run.manifest["segment"]) == ("finished", 2, 1)
     assert_loads(run, {0: before, 1: before, 2: after})
-    assert run.decisions(2, 0)["segment"].unique().tolist() == [1]  # of both ranks
+    assert run.decisions(2, 0)["segment"].unique().tolist() == [1]  # rank 1 did not join what was there before
 
 
 def test_replicas_and_pipeline_stages_are_counted_once(tmp_path):
-    torchrun_parallel = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    result = subprocess.run(
-        [*torchrun_parallel, str(WORKER), "parallel", str(tmp_path / "run"), str(tmp_path), "launch=0"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert result.returncode == 0, result.stderr
+    torchrun(4, "parallel", tmp_path)
 
-    run, ranks = Run(tmp_path / "run-replicas"), saved(tmp_path, "0-replicas", 4)
+    run, ranks = Run(tmp_path / "run-replicas"), saved(tmp_path, "replicas", 4)
     assert torch.equal(ranks[0][0]["ids"][0], ranks[1][0]["ids"][0])
     shares = ranks[::2]
     assert (run.status, run.ranks, run.problems) == ("finished", 4, [])
@@ -162,7 +159,7 @@ def test_replicas_and_pipeline_stages_are_counted_once(tmp_path):
     assert len(run.tokens(1)) == (2 + 3) * 6
     assert sorted(file.name[:11] for file in (run.path / "decisions").iterdir()) == ["part-r00000", "part-r00002"]
 
-    run, ranks = Run(tmp_path / "run-stages"), saved(tmp_path, "0-stages", 4)
+    run, ranks = Run(tmp_path / "run-stages"), saved(tmp_path, "stages", 4)
     assert (run.status, run.ranks, run.problems) == ("finished", 4, [])
     assert [(layer["index"], layer["module"], layer["router"]) for layer in run.moe_layers] == [
         (2, "layers.2", 0),

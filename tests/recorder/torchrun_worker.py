@@ -40,9 +40,9 @@ def save(seen, folder, launch, rank):
     file.with_suffix(".tmp").replace(file)
 
 
-def die_once_the_others_have(step, folder, launch, rank):
-    """Killed in the middle of a step that all others recorded."""
-    for other in range(dist.get_world_size()):
+def die_once_the_others_have(step, folder, launch, rank, world_size):
+    """Killed once all others have recorded a step."""
+    for other in range(world_size):
         while other != rank and not (folder / f"{launch}-{other}-{step}.done").exists():
             time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -71,24 +71,30 @@ def train(out, folder, launch, first, last, victim=-1, dies_at=-1):
                 }
                 save(seen, folder, launch, rank)
                 if (rank, step) == (int(victim), int(dies_at)):
-                    die_once_the_others_have(step, folder, launch, rank)
+                    die_once_the_others_have(step, folder, launch, rank, dist.get_world_size())
                 recorder.log(loss=result.loss, learning_rate=0.1 / 3, grad_norm=2.0, wall_time_s=1.0 + rank)
             (folder / f"{launch}-{rank}-{step}.done").touch()
     dist.destroy_process_group()
 
 
-def without_process_group(out, folder, launch, first, last):
-    """Ranks that torchrun has numbered, and that never initialise torch.distributed."""
-    rank = int(os.environ["RANK"])
+def without_process_group(out, folder):
+    """Ranks that torchrun has numbered, and that never initialise torch.distributed.
+
+    In torchrun's first attempt rank 0 is killed after two steps; started again, all go on with a third.
+    """
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     model, seen = tiny_model(), {}
     if rank == 0:
         time.sleep(0.5)
     with RoutingRecorder(model, out=out, resume="auto", **EVERY_STEP) as recorder, torch.no_grad():
-        for step in range(int(first), int(last)):
+        for step in range(2) if attempt == 0 else range(2, 3):
             with recorder.step(step):
-                result = model(batch(launch, step, rank))
+                result = model(batch(attempt, step, rank))
             seen[step] = {"ids": [routing.expert_ids_TK for routing in result.routings if routing is not None]}
-    save(seen, folder, launch, rank)
+            save(seen, folder, attempt, rank)
+            (folder / f"{attempt}-{rank}-{step}.done").touch()
+        if (rank, attempt) == (0, 0):
+            die_once_the_others_have(1, folder, attempt, rank, 2)
 
 
 class Stage(nn.Module):
@@ -109,7 +115,7 @@ class Stage(nn.Module):
         return x, routings
 
 
-def parallel(out, folder, launch):
+def parallel(out, folder):
     """4 ranks, 2 data-parallel: once with two replicas of each, once with a dense and an MoE stage of each."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -119,12 +125,12 @@ def parallel(out, folder, launch):
     options = {"data_parallel_rank": share, **EVERY_STEP}
     with RoutingRecorder(model, out=f"{out}-replicas", **options) as recorder, torch.no_grad():
         for step in range(2):
-            ids = batch(launch, step, share)
+            ids = batch(0, step, share)
             with recorder.step(step, token_ids=ids):
                 result = model(ids, labels=ids)
                 recorder.log(loss=result.loss)
             seen[step] = {"ids": [r.expert_ids_TK for r in result.routings if r is not None], "loss": result.loss}
-    save(seen, folder, f"{launch}-replicas", rank)
+    save(seen, folder, "replicas", rank)
 
     torch.manual_seed(0)
     d_model, seen = 8, {}
@@ -144,7 +150,7 @@ def parallel(out, folder, launch):
                 else:
                     recorder.log(loss=float(step + share))
             seen[step] = {"ids": [routing.expert_ids_TK for routing in routings]}
-    save(seen, folder, f"{launch}-stages", rank)
+    save(seen, folder, "stages", rank)
     dist.destroy_process_group()
 
 
