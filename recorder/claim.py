@@ -1,6 +1,7 @@
 """Who may write into a run folder: create it, go on with it, or join it as another rank."""
 
 import contextlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from recorder.manifest import (
     RunUnreadableError,
     create_manifest,
     folder_lock,
+    heartbeat_age,
     library_versions,
     now,
     process_alive,
@@ -24,6 +26,12 @@ from recorder.schema import FORMAT_VERSION, TABLES
 
 #: What identifies a run and its present writer; no caller sets these once the run exists.
 FIXED_KEYS = ("format_version", "run_id", "created_at", "segment", "process", "launch")
+
+_HOW_TO_MEET = "on several hosts initialise torch.distributed before the recorder, or give all ranks the same `launch`"
+#: Segments of runs that this process has joined without a launch of the caller's: what it opens next is another.
+_joined: set[tuple[Any, Any, int]] = set()
+#: The system tells when a process began with an error of a second, towards the past. None opens and closes in less.
+_START_ERROR_S = 1.0
 
 
 def create_run(path: Path, given: dict[str, Any], *, weights: str, launch: str | None = None) -> dict[str, Any]:
@@ -141,8 +149,8 @@ def resume_run(path: Path, given: dict[str, Any], *, launch: str | None = None) 
 def join_run(path: Path, rank: int, *, resume: bool, launch: str | None = None, seconds: float) -> dict[str, Any]:
     """Join the run that rank 0 of this launch creates or resumes, as another rank; waits for rank 0.
 
-    A run.json that an earlier launch has left is never joined: that of this launch has its `launch`, and where the
-    caller gives none, the environment's, together with a live rank 0 on this host.
+    A run.json that an earlier launch has left is never joined: that of this launch has its `launch`. Where the caller
+    gives none, it has the environment's, and a rank 0 that lives or has closed the run since this process began.
 
     Args:
         path: the run's folder; it need not exist yet.
@@ -170,30 +178,36 @@ def join_run(path: Path, rank: int, *, resume: bool, launch: str | None = None, 
         except (RunNotFoundError, RunUnreadableError) as error:
             found = str(error)
             return None
-        reason = _not_ours(manifest, launch)
+        reason = _not_ours(manifest, rank, launch)
         found = f"the run at {path} {reason}"
         return None if reason else manifest
 
     manifest = wait_for(look, seconds)
     if manifest is None:
         raise RunNotFoundError(f"rank {rank} waited {seconds:g} s for rank 0 to open its run: {found}")
+    _joined.add(_identity(manifest, rank))
     for table in TABLES:
         remove_leftovers(path / table, rank)
     return manifest
 
 
-def _not_ours(manifest: dict[str, Any], launch: str | None) -> str | None:
+def _not_ours(manifest: dict[str, Any], rank: int, launch: str | None) -> str | None:
     """Why a rank of this launch cannot join the run of this manifest; None where it can."""
     if manifest.get("launch") != (launch or environment_launch()):
-        return "is of another launch"
+        return "is of another launch" if launch else f"is of another launch or host; {_HOW_TO_MEET}"
     if launch is not None:
         return None
-    if manifest.get("status") != "running":
-        return f"is {manifest.get('status')}"
-    alive = process_alive(manifest.get("process"))
-    if alive is None:
-        return (
-            "is written from another host, where an earlier launch cannot be told from this one: initialise "
-            "torch.distributed before the recorder is built, or give every rank the same `launch`"
-        )
-    return None if alive else "is of an earlier launch, whose rank 0 is gone"
+    if _identity(manifest, rank) in _joined:
+        return "is one that this process has joined before"
+    if manifest.get("status") == "running":
+        return None if process_alive(manifest.get("process")) else "is of an earlier launch, whose rank 0 is gone"
+    closed_at, began_at = time.time() - heartbeat_age(manifest), this_process()["started_at"]
+    return (
+        None
+        if closed_at >= began_at + _START_ERROR_S
+        else f"is {manifest.get('status')} since before this process began"
+    )
+
+
+def _identity(manifest: dict[str, Any], rank: int) -> tuple[Any, Any, int]:
+    return manifest.get("created_at"), manifest.get("segment"), rank

@@ -35,7 +35,7 @@ from .processes import this_rank
 from .sampling import Sampling
 from .step_capture import StepCapture
 from .step_rows import GivenTokens, StepRecord, StepWriter
-from .writer import status_after
+from .writer import RunWriter, status_after
 
 LOGGED = ("loss", "ce_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "wall_time_s")
 _WHEN_FULL = ("wait", "drop")

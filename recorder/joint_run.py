@@ -10,9 +10,9 @@ the ids they give are those that are recorded.)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from recorder.processes import Meeting, meeting, new_launch
@@ -50,7 +50,7 @@ class JointRun:
 
 
 def open_run(
-    out: str | Path,
+    out: str | os.PathLike[str],
     manifest: Mapping[str, Any],
     *,
     rank: int,
@@ -79,10 +79,11 @@ def open_run(
     """
     if data_parallel_rank is not None and data_parallel_rank < 0:
         raise ValueError(f"data_parallel_rank must be at least 0, got {data_parallel_rank}")
+    out = os.fspath(out)
     options = {"rank": rank, "share": data_parallel_rank, "join_seconds": join_seconds} | writer_options
     values = {"world_size": world_size, "data_parallel_size": world_size} | dict(manifest)
     own = Plan.of_all(values["model"])
-    meet = meeting(str(out), rank, world_size, join_seconds)
+    meet = meeting(out, rank, world_size, join_seconds)
     if meet is None:
         if data_parallel_rank is not None and world_size > 1:
             raise ValueError(
@@ -103,7 +104,7 @@ def open_run(
 
 def _open_as_first(
     meet: Meeting,
-    out: str | Path,
+    out: str,
     values: dict[str, Any],
     own: Plan,
     data_parallel_rank: int | None,

@@ -3,8 +3,9 @@
 A run folder may hold the `run.json` of an earlier launch, killed or finished. A rank above 0 must not join that one, so
 each launch marks the manifest with an id of its own (`launch` in run.json). Where torch.distributed is initialised,
 rank 0 draws a random id and hands it out through the key-value store that the ranks have met in: no collective, so
-nobody waits in a barrier, and no other launch can know it. Without torch.distributed the id is made from what a
-launcher puts into the environment; that need not be unique, so then rank 0 must also be seen alive on the same host.
+nobody waits in a barrier, and no other launch can know it. Without torch.distributed the id is made from the host and
+from what a launcher puts into the environment; that need not be unique, so then rank 0 must also be seen alive, or have
+closed the run since this process began.
 
 Nothing here imports torch: it is looked up where the training script has imported it.
 """
@@ -12,6 +13,7 @@ Nothing here imports torch: it is looked up where the training script has import
 import hashlib
 import json
 import os
+import platform
 import sys
 import time
 import uuid
@@ -61,8 +63,8 @@ def this_rank(rank: int | None = None, world_size: int | None = None) -> tuple[i
 
 
 def environment_launch() -> str:
-    """What the environment tells of this launch, the same on all its ranks; another launch may have it too."""
-    told = "\0".join(os.environ.get(name, "") for name in _LAUNCH_VARIABLES)
+    """What host and environment tell of this launch, the same on all its ranks; another launch may have it too."""
+    told = "\0".join([platform.node(), *(os.environ.get(name, "") for name in _LAUNCH_VARIABLES)])
     return "env-" + hashlib.sha256(told.encode()).hexdigest()[:24]
 
 

@@ -107,10 +107,38 @@ def test_a_killed_run_is_not_joined_but_its_resumption_is(killed_run, resume):
     assert (first.segment, outcome[0].segment) == (1, 1)
 
 
-def test_a_finished_run_is_not_joined(tmp_path):
+JOINS = """
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    print(RunWriter(args[0], rank=1, resume=True, join_seconds=0.2).segment)
+except RunNotFoundError as error:
+    print(error)
+"""
+
+
+def test_a_run_closed_before_this_rank_began_is_not_joined(tmp_path):
     RunWriter(tmp_path / "run").finalize()
-    with pytest.raises(RunNotFoundError, match="is finished"):
-        RunWriter(tmp_path / "run", rank=1, join_seconds=0)
+    rank_1 = start(JOINS, tmp_path / "run", stdin=subprocess.PIPE)
+    assert "is finished since before this process began" in rank_1.communicate("\n", timeout=60)[0]
+
+
+def test_a_run_that_rank_0_closed_early_is_joined(tmp_path):
+    rank_1 = start(JOINS, tmp_path / "run", stdin=subprocess.PIPE)
+    assert rank_1.stdout.readline() == "ready\n"
+    time.sleep(1.5)  # longer than the error of a process's start time
+    RunWriter(tmp_path / "run").finalize()
+    assert rank_1.communicate("\n", timeout=60)[0] == "0\n"
+
+
+def test_a_segment_is_not_joined_twice(tmp_path):
+    first = RunWriter(tmp_path / "run")
+    RunWriter(tmp_path / "run", rank=1, join_seconds=0).finalize()
+    with pytest.raises(RunNotFoundError, match="has joined before"):  # rank 0 is late with the next one
+        RunWriter(tmp_path / "run", rank=1, resume=True, join_seconds=0)
+    first.finalize()
+    RunWriter(tmp_path / "run", resume=True)
+    assert RunWriter(tmp_path / "run", rank=1, resume=True, join_seconds=0).segment == 1
 
 
 def test_a_live_run_of_another_launch_is_not_joined(tmp_path, monkeypatch):
@@ -124,7 +152,7 @@ def test_from_another_host_only_a_given_launch_will_do(tmp_path, monkeypatch):
     RunWriter(tmp_path / "env")
     RunWriter(tmp_path / "given", launch="job 7, second start")
     monkeypatch.setattr("platform.node", lambda: "another-host")
-    with pytest.raises(RunNotFoundError, match="initialise torch.distributed before the recorder"):
+    with pytest.raises(RunNotFoundError, match="on several hosts initialise torch.distributed before the recorder"):
         RunWriter(tmp_path / "env", rank=1, join_seconds=0)
     assert RunWriter(tmp_path / "given", rank=1, launch="job 7, second start", join_seconds=0).rank == 1
     with pytest.raises(RunNotFoundError, match="of another launch"):

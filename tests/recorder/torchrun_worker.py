@@ -73,6 +73,7 @@ def train(out, folder, launch, first, last, victim=-1, dies_at=-1):
                 if (rank, step) == (int(victim), int(dies_at)):
                     die_once_the_others_have(step, folder, launch, rank, dist.get_world_size())
                 recorder.log(loss=result.loss, learning_rate=0.1 / 3, grad_norm=2.0, wall_time_s=1.0 + rank)
+            recorder.flush()
             (folder / f"{launch}-{rank}-{step}.done").touch()
     dist.destroy_process_group()
 
@@ -86,12 +87,13 @@ def without_process_group(out, folder):
     model, seen = tiny_model(), {}
     if rank == 0:
         time.sleep(0.5)
-    with RoutingRecorder(model, out=out, resume="auto", **EVERY_STEP) as recorder, torch.no_grad():
+    with RoutingRecorder(model, out=out, resume="auto", **EVERY_STEP) as recorder:
         for step in range(2) if attempt == 0 else range(2, 3):
             with recorder.step(step):
                 result = model(batch(attempt, step, rank))
             seen[step] = {"ids": [routing.expert_ids_TK for routing in result.routings if routing is not None]}
             save(seen, folder, attempt, rank)
+            recorder.flush()
             (folder / f"{attempt}-{rank}-{step}.done").touch()
         if (rank, attempt) == (0, 0):
             die_once_the_others_have(1, folder, attempt, rank, 2)
@@ -123,13 +125,16 @@ def parallel(out, folder):
     seen = {}
     model = tiny_model()
     options = {"data_parallel_rank": share, **EVERY_STEP}
-    with RoutingRecorder(model, out=f"{out}-replicas", **options) as recorder, torch.no_grad():
+    with RoutingRecorder(model, out=f"{out}-replicas", **options) as recorder:
         for step in range(2):
             ids = batch(0, step, share)
             with recorder.step(step, token_ids=ids):
                 result = model(ids, labels=ids)
                 recorder.log(loss=result.loss)
-            seen[step] = {"ids": [r.expert_ids_TK for r in result.routings if r is not None], "loss": result.loss}
+            seen[step] = {
+                "ids": [r.expert_ids_TK for r in result.routings if r is not None],
+                "loss": float(result.loss),
+            }
     save(seen, folder, "replicas", rank)
 
     torch.manual_seed(0)
@@ -137,7 +142,7 @@ def parallel(out, folder):
     layers = [nn.Linear(d_model, d_model), nn.Linear(d_model, d_model)]
     layers += [MoELayer(d_model, 8, EXPERTS, 2), MoELayer(d_model, 8, EXPERTS, 2)]
     model = Stage(2 * part, layers[2 * part : 2 * part + 2])
-    with RoutingRecorder(model, out=f"{out}-stages", **options) as recorder, torch.no_grad():
+    with RoutingRecorder(model, out=f"{out}-stages", **options) as recorder:
         for step in range(2):
             data = torch.Generator().manual_seed(10 * step + share)
             x = torch.randn(2 + share, SEQUENCE, d_model, generator=data)
@@ -146,7 +151,7 @@ def parallel(out, folder):
                     dist.recv(x, rank - 1)
                 x, routings = model(x)
                 if part == 0:
-                    dist.send(x, rank + 1)
+                    dist.send(x.detach(), rank + 1)
                 else:
                     recorder.log(loss=float(step + share))
             seen[step] = {"ids": [routing.expert_ids_TK for routing in routings]}
