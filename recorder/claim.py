@@ -69,6 +69,7 @@ def create_run(path: Path, given: dict[str, Any], *, weights: str, launch: str |
         "source": "RunWriter",
         "versions": None,
         "world_size": 1,
+        "data_parallel_size": None,
         "seed": None,
         "config": {},
         "process": None,
