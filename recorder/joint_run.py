@@ -117,6 +117,8 @@ def _open_as_first(
             given = meet.gather({"share": data_parallel_rank, "model": values["model"]})
             values["model"], plans = divide([one["share"] for one in given], [one["model"] for one in given])
             values["data_parallel_size"] = len({one["share"] for one in given})
+            if not plans[0].tokens:  # other ranks may write texts: rank 0 cannot tell
+                values["recorded"] = (values.get("recorded") or {}) | {"text": None}
         writer = RunWriter(out, manifest=values, launch=launch, **options)
     except BaseException as error:
         meet.decline(error)

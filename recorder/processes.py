@@ -170,7 +170,8 @@ def meeting(path: str, rank: int, world_size: int, seconds: float) -> Meeting | 
     distributed = _distributed()
     if world_size == 1 or distributed is None:
         return None
-    return Meeting(distributed.distributed_c10d._get_default_store(), path, rank, world_size, seconds)
+    store = distributed.distributed_c10d._get_default_store()
+    return None if store is None else Meeting(store, path, rank, world_size, seconds)  # MPI has none
 
 
 def new_launch() -> str:
