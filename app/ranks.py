@@ -21,7 +21,7 @@ def ranks_line(run: Run, incomplete: pd.DataFrame) -> str | None:
     if not len(incomplete):
         return line
     first, last = int(incomplete["step"].iloc[0]), int(incomplete["step"].iloc[-1])
-    fewest = incomplete.loc[incomplete["ranks"].idxmin()]
+    fewest = incomplete.sort_values("ranks", kind="stable").iloc[0]
     where = f"Step {first:,} has" if first == last else f"Of steps {first:,} to {last:,}, {len(incomplete):,} have"
     so_far = " so far" if run.status == "running" else ""
     of_ranks = f"{int(fewest['ranks'])} of {int(fewest['of_ranks'])} data-parallel ranks"
