@@ -217,6 +217,11 @@ def problems(run: Run) -> list[str]:
         return run.problems
 
 
+def incomplete_steps(run: Run) -> pd.DataFrame:
+    """`run.incomplete_steps()`. Cached."""
+    return _frame(*_key(run), "incomplete_steps", (), run.incomplete_steps)
+
+
 def lists_no_layers(run: Run) -> bool:
     """Whether the manifest names no layer although loads of some were recorded."""
     if (run.manifest.get("model") or {}).get("layers"):

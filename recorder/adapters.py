@@ -70,10 +70,11 @@ def register_adapter(adapter: RouterAdapter) -> None:
     _adapters.update(dict.fromkeys(adapter.classes, adapter))
 
 
-def find_routers(model: nn.Module) -> list[RouterSite]:
+def find_routers(model: nn.Module, *, may_be_none: bool = False) -> list[RouterSite]:
     """Every router of the model, in the order of its layers.
 
-    Raises ValueError where something that looks like a router has no adapter, or where there is none at all.
+    Raises ValueError where something that looks like a router has no adapter, or where there is none at all, unless
+    that may be (one stage of a pipeline may hold dense layers only).
     """
     modules = modules_by_name(model)
     found: dict[str, tuple[nn.Module, RouterAdapter]] = {}
@@ -89,7 +90,7 @@ def find_routers(model: nn.Module) -> list[RouterSite]:
                 f"the router {name} is a {type(module).__name__}, inside a {type(block).__name__}, "
                 f"which has no adapter: {_HOW_TO_REGISTER}"
             )
-    if not found:
+    if not found and not may_be_none:
         like = sorted({type(module).__name__ for name, module in modules.items() if _is_called_router(name, module)})
         raise ValueError(
             f"{type(modules['']).__name__} holds no MoELayer and no other router that is known: there is no routing to "

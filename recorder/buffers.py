@@ -74,50 +74,50 @@ def layer_stats_row(
 def decision_rows(
     where: dict[str, Any],
     *,
-    layer: int,
-    router: int,
-    experts_TK: np.ndarray,
-    weights_TK: np.ndarray | None,
-    kept_TK: np.ndarray | None,
+    layers: Sequence[int],
+    routers: Sequence[int],
+    experts_RTK: np.ndarray,
+    weights_RTK: np.ndarray | None,
+    kept_RTK: np.ndarray | None,
     tokens_T: np.ndarray | None,
     num_experts: int | None,
     full_weights: bool,
 ) -> pa.Table:
-    """Rows of `decisions` for one router and step, lists of fixed length K."""
-    ids_TK = np.asarray(experts_TK)
-    if ids_TK.ndim != 2 or ids_TK.shape[1] == 0 or not np.issubdtype(ids_TK.dtype, np.integer):
-        raise ValueError(f"experts_TK must be integers of shape (T, K), got {ids_TK.dtype} {ids_TK.shape}")
-    num_tokens, top_k = ids_TK.shape
-    if ids_TK.size:
-        low, high = int(ids_TK.min()), int(ids_TK.max())
+    """Rows of `decisions` for routers of one E, about the same tokens of one step; lists of fixed length K."""
+    ids_RTK = np.asarray(experts_RTK)
+    if ids_RTK.ndim != 3 or ids_RTK.shape[2] == 0 or not np.issubdtype(ids_RTK.dtype, np.integer):
+        raise ValueError(f"experts_TK must be integers of shape (T, K), got {ids_RTK.dtype} {ids_RTK.shape[1:]}")
+    num_routers, num_tokens, top_k = ids_RTK.shape
+    if ids_RTK.size:
+        low, high = int(ids_RTK.min()), int(ids_RTK.max())
         limit = num_experts if num_experts is not None else np.iinfo(np.int32).max
         if low < -1 or high >= limit:
             wrong = low if low < -1 else high
-            raise ValueError(f"expert id {wrong} is outside [-1, {limit}) of router {router}")
-    if weights_TK is None:
-        gates: pa.Array = pa.nulls(num_tokens, pa.list_(pa.float32(), top_k))
+            raise ValueError(f"expert id {wrong} is outside [-1, {limit}) of router {', '.join(map(str, routers))}")
+    if weights_RTK is None:
+        gates: pa.Array = pa.nulls(num_routers * num_tokens, pa.list_(pa.float32(), top_k))
     else:
-        gates_TK = np.asarray(weights_TK)
-        if gates_TK.shape != ids_TK.shape:
-            raise ValueError(f"weights_TK has shape {gates_TK.shape}, experts_TK {ids_TK.shape}")
-        rounded_TK = np.array(gates_TK, dtype=np.float32) if full_weights else round_weights(gates_TK)
-        gates = _fixed_lists(rounded_TK, pa.float32())
+        gates_RTK = np.asarray(weights_RTK)
+        if gates_RTK.shape != ids_RTK.shape:
+            raise ValueError(f"weights_TK has shape {gates_RTK.shape[1:]}, experts_TK {ids_RTK.shape[1:]}")
+        rounded_RTK = np.array(gates_RTK, dtype=np.float32) if full_weights else round_weights(gates_RTK)
+        gates = _fixed_lists(rounded_RTK, pa.float32())
     tokens = _numbers("tokens_T", tokens_T, num_tokens)
     columns: dict[str, Any] = {
-        "layer": pa.repeat(pa.scalar(int(layer), pa.int32()), num_tokens),
-        "router": pa.repeat(pa.scalar(int(router), pa.int32()), num_tokens),
-        "token": pa.array(tokens, pa.int32()),
-        "experts": _fixed_lists(ids_TK, id_type(num_experts)),
+        "layer": pa.array(np.repeat(np.array(layers, dtype=np.int32), num_tokens)),
+        "router": pa.array(np.repeat(np.array(routers, dtype=np.int32), num_tokens)),
+        "token": pa.array(np.tile(tokens, num_routers), pa.int32()),
+        "experts": _fixed_lists(ids_RTK, id_type(num_experts)),
         "weights": gates,
     }
-    if kept_TK is None:
-        columns["kept"] = pa.nulls(num_tokens, pa.list_(pa.bool_(), top_k))
+    if kept_RTK is None:
+        columns["kept"] = pa.nulls(num_routers * num_tokens, pa.list_(pa.bool_(), top_k))
     else:
-        kept = np.asarray(kept_TK)
-        if kept.shape != ids_TK.shape or kept.dtype != np.bool_:
-            raise ValueError(f"kept_TK must be bool {ids_TK.shape}, got {kept.dtype} {kept.shape}")
+        kept = np.asarray(kept_RTK)
+        if kept.shape != ids_RTK.shape or kept.dtype != np.bool_:
+            raise ValueError(f"kept_TK must be bool {ids_RTK.shape[1:]}, got {kept.dtype} {kept.shape[1:]}")
         columns["kept"] = _fixed_lists(kept, pa.bool_())
-    return _with_key(where, columns, num_tokens)
+    return _with_key(where, columns, num_routers * num_tokens)
 
 
 def token_rows(
@@ -177,10 +177,11 @@ def _with_key(where: dict[str, Any], columns: dict[str, Any], num_tokens: int) -
     return pa.table(keys | columns)
 
 
-def _fixed_lists(values_TK: np.ndarray, value_type: pa.DataType) -> pa.FixedSizeListArray:
+def _fixed_lists(values: np.ndarray, value_type: pa.DataType) -> pa.FixedSizeListArray:
+    """Lists along the last axis."""
     # A copy: the caller may go on changing its array before the flush.
-    flat = np.array(values_TK, dtype=value_type.to_pandas_dtype(), order="C", copy=True).reshape(-1)
-    return pa.FixedSizeListArray.from_arrays(pa.array(flat, value_type), values_TK.shape[1])
+    flat = np.array(values, dtype=value_type.to_pandas_dtype(), order="C", copy=True).reshape(-1)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat, value_type), values.shape[-1])
 
 
 def _numbers(name: str, values: np.ndarray | None, num_tokens: int) -> np.ndarray:

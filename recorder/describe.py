@@ -157,7 +157,7 @@ def _routed(part: nn.Module, num_experts: int) -> list[nn.Parameter]:
 
 def _d_model(model: nn.Module, sites: Sequence[RouterSite]) -> int | None:
     """Width of the residual stream, which our own layers tell and other models' configs."""
-    own = getattr(sites[0].module, "d_model", None)
+    own = getattr(sites[0].module, "d_model", None) if sites else None
     return (
         own
         if isinstance(own, int)

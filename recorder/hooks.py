@@ -5,94 +5,132 @@ Shapes: B batch, S sequence, T = B*S tokens of one micro-batch, E experts, K cho
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from moe_core.routing import NO_CHOICE, Routing, in_backward
-
-from .adapters import Observation, RouterSite, find_routers
+from . import buffers
+from .adapters import RouterSite, find_routers
+from .background import Background
 from .describe import describe_model
-from .layer_stats import layer_stats
-from .storage import Place
-from .writer import RunWriter
+from .given_tokens import check_given, mask_of
+from .host_copies import HostCopy
+from .joint_run import open_run
+from .model_calls import Entrance, told_by
+from .model_hooks import ModelHooks
+from .processes import this_rank
+from .sampling import Sampling
+from .step_capture import StepCapture
+from .step_rows import GivenTokens, StepRecord, StepWriter
+from .storage import Where
+from .writer import RunWriter, status_after
 
 LOGGED = ("loss", "ce_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "wall_time_s")
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """What the open step context has gathered so far."""
-
-    step: int
-    phase: str
-    decisions: bool
-    forwards: dict[int, list[Observation]] = field(default_factory=dict)  # by router
-    scalars: dict[str, float | None] = field(default_factory=dict)
+_WHEN_FULL = ("wait", "drop")
 
 
 class RoutingRecorder:
-    """Records every MoELayer of `model` into the run folder `out` (created; FileExistsError if it holds a run).
+    """Records every router of `model` into the run folder `out` (created; FileExistsError if it holds a run).
 
     Open one `step` context per optimizer step; forwards outside a context are not recorded. All micro-batches
     inside one context belong to one step. Recomputed activations are not recorded again. `close()` (or leaving the
     `with` block) writes what is left and takes the hooks off the model.
 
         with RoutingRecorder(model, out="runs/mine", name="my run") as recorder:
-            for step, (input_ids, labels) in enumerate(batches):
-                with recorder.step(step, token_ids=input_ids):
-                    loss = model(input_ids, labels).loss
+            for step, batch in enumerate(batches):
+                with recorder.step(step):
+                    loss = model(**batch).loss
                     loss.backward()
                     optimizer.step()
                     optimizer.zero_grad()
                     recorder.log(loss=loss)
 
-    out: a local folder, or a URI such as s3://bucket/runs/mine. name: shown in the dashboard (default: the folder's
-    name). config: the full training configuration, kept in
-    the manifest; its "balancer" and "seed" are shown with the run. domains: names that `step(domains=...)` may
-    use. decisions_every: record the decisions of every n-th training step; other phases record all of theirs.
-    writer_options: passed on to RunWriter (flush_seconds, flush_rows, flush_steps, full_weights).
+    Routers are found by their class (`recorder.adapters`). Padding is left out by the `attention_mask` that the model
+    itself is called with. Rows are made and written in a thread of the recorder's own; nothing is read back from the
+    device in the training thread. What goes wrong there (a full disk, a router's odd output) never stops training: it
+    is warned of once, becomes an event `recorder_error` of the run, and what still works is recorded. A step in which
+    the model ran but a router was not seen (compiled before the recorder was attached, say) is told the same way.
+
+    out: the run's own folder, or a URI such as s3://bucket/runs/mine.
+    name: shown in the dashboard (default: the folder's name). config: the full training configuration, kept in
+    the manifest; its "balancer" and "seed" are shown with the run. domains: names that `step(domains=...)` may use.
+    stats_every, decisions_every: of the train phase, record every n-th step's statistics and decisions.
+    decisions_share: of those steps' sequences, record the decisions of this share (0 < share <= 1), the same ones in
+    every layer. Other phases are recorded in full. probe_every: how often you record probes; noted in the manifest.
+    tokens: record the token ids of the model's own `input_ids`. tokenizer: turns them into text, `decode([id])`.
+    Without these two, and `step(token_ids=..., text=...)`, nothing of the text is kept.
+    max_buffer_mb: most MB of decisions that wait for the disk. when_full: "wait" until there is room, or "drop" the
+    step's decisions, never its statistics; each step dropped is an event `decisions_dropped`.
+    resume: go on with the run that is there, as its next segment; "auto" = if there is one, which is what a script that
+    a scheduler starts again wants. rank, world_size: by default those of torch.distributed, else of torchrun's
+    environment; every rank builds a recorder with the same `out`, and rank 0 creates the run. data_parallel_rank: give
+    it where ranks see the same tokens (tensor or pipeline parallel): each router is then recorded once for all ranks of
+    one data-parallel rank, and of a scalar the first value that one of them logs (so log aux losses summed over all
+    layers). That needs torch.distributed, initialised before, and layers under their names in the whole model.
+    writer_options: passed on to RunWriter (join_seconds, flush_seconds, flush_rows, flush_steps, full_weights).
+
+    Raises ValueError for an option out of range, a router of unknown class, or a single rank's model without any.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        out: str | Place,
+        out: Where,
         *,
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
         domains: Sequence[str] = (),
+        stats_every: int = 1,
         decisions_every: int = 1,
+        decisions_share: float = 1.0,
         probe_every: int | None = None,
+        tokens: bool = False,
+        tokenizer: Any = None,
+        max_buffer_mb: float = 64.0,
+        when_full: Literal["wait", "drop"] = "wait",
         source: str = "RoutingRecorder",
+        rank: int | None = None,
+        world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        resume: bool | Literal["auto"] = False,
         **writer_options: Any,
     ) -> None:
-        if decisions_every < 1:
-            raise ValueError(f"decisions_every={decisions_every} is below 1")
-        self.decisions_every = decisions_every
-        self._sites = find_routers(model)
-        description = describe_model(model, self._sites)
+        self._sampling = Sampling(
+            stats_every=stats_every, decisions_every=decisions_every, decisions_share=decisions_share
+        )
+        if not max_buffer_mb > 0:
+            raise ValueError(f"max_buffer_mb={max_buffer_mb} is not above 0")
+        if when_full not in _WHEN_FULL:
+            raise ValueError(f"when_full={when_full!r} is unknown; choose one of {', '.join(_WHEN_FULL)}")
+        rank, world_size = this_rank(rank, world_size)
+        found = find_routers(model, may_be_none=world_size > 1)
         config = dict(config or {})
-        self.writer = RunWriter(
+        joint = open_run(
             out,
-            manifest={
-                "name": name,
+            {
+                **({} if name is None else {"name": name}),
                 "source": source,
                 "seed": config.get("seed"),
                 "config": config,
                 "domains": list(domains),
                 "recorded": {
-                    "stats_every": 1,
+                    "stats_every": stats_every,
                     "decisions_every": decisions_every,
+                    "decisions_share": decisions_share,
                     "probe_every": probe_every,
+                    "when_full": when_full,
                     "text": False,
                     "weights": "full" if writer_options.get("full_weights") else "rounded",
                 },
@@ -101,25 +139,49 @@ class RoutingRecorder:
                     "torch": torch.__version__,
                     "numpy": np.__version__,
                 },
-                "model": description,
+                "model": describe_model(model, found),
             },
+            rank=rank,
+            world_size=world_size,
+            data_parallel_rank=data_parallel_rank,
+            resume=resume,
             **writer_options,
         )
-        self._domains = tuple(domains)
-        self._open: _Step | None = None
-        self._coefficients = [site.adapter.coefficients(site.module) for site in self._sites]
-        self._handles: list[RemovableHandle] = [
-            site.module.register_forward_hook(self._hook_of(site), with_kwargs=True) for site in self._sites
-        ]
+        self._writer = joint.writer
+        numbers = joint.numbers
+        sites = [replace(site, router=numbers[site.router]) for site in found if site.router in numbers]
+        self._sites = {site.router: site for site in sites}
+        self._step_writer = StepWriter(
+            self._writer,
+            {router: site.layer for router, site in self._sites.items()},
+            {router: site.adapter.coefficients(site.module) for router, site in self._sites.items()},
+            _text_of(tokenizer),
+            writes_tokens=joint.tokens,
+        )
+        self._domains, self._tokens, self._when_full = tuple(domains), tokens or tokenizer is not None, when_full
+        self._open: StepCapture | None = None
+        self._recorded: set[tuple[int, str]] = set()
+        self._told_of: set[str] = set()
+        self._warnings: list[str] = []
+        self._notes = threading.Lock()
+        self._errors = self._dropped = 0
+        self._last_step = 0
+        self._closed = False
+        flush_seconds = writer_options.get("flush_seconds")
+        self._background = Background(
+            lambda work: work(),
+            max_bytes=int(max_buffer_mb * 2**20),
+            idle=lambda: self._guarded("writing", self._writer.rest),
+            idle_seconds=1.0 if flush_seconds is None else max(0.05, flush_seconds),
+        )
+        self._hooks = ModelHooks(model, sites, self)
+        atexit.register(self._at_exit)
 
-    def _hook_of(self, site: RouterSite) -> Any:
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            # a deep copy of the model (an average of its weights, say) takes the hooks along, but is not recorded
-            if self._open is not None and module is site.module and not in_backward():
-                observation = site.adapter.read(module, args, kwargs, output)
-                self._open.forwards.setdefault(site.router, []).append(observation)
-
-        return note
+    @property
+    def writer(self) -> RunWriter:
+        """The run's writer, once all that was recorded so far has gone through it; it belongs to another thread."""
+        self._background.drain()
+        return self._writer
 
     @contextmanager
     def step(
@@ -135,43 +197,99 @@ class RoutingRecorder:
     ) -> Iterator[None]:
         """Record the forwards inside as step `step` of `phase` (train, probe, eval or generate).
 
+        A context of another phase may be opened inside (a generation in the middle of a training step): its forwards
+        are its own. A forward in eval mode or without gradients inside a train step is recorded as training, and
+        warned of once.
+
         token_ids, attention_mask, text: (B, S), those of several micro-batches concatenated along B; mask True or
-        1 = a real token (where the layers were given no token_mask of their own). text may be a function that
-        returns it, called only where decisions are kept. domains: one name per sequence
-        (B) or per token (B, S). decisions: whether to keep single decisions; default by `decisions_every` in the
-        train phase, always elsewhere. Nothing is written when the block raises.
-        Raises ValueError where shapes do not match what the model saw, RuntimeError for nested contexts.
+        1 = a real token; by default the model's own attention_mask. text may be a function that returns it, called
+        only where decisions are kept. domains: one name per sequence (B) or per token (B, S). In an encoder-decoder
+        model they are about the encoder's tokens; the decoder's are numbered after those. decisions: whether to keep
+        single decisions; default by `decisions_every` in the train phase, always elsewhere. Nothing is written when
+        the block raises.
+
+        Raises ValueError for an unknown phase, a step that was recorded already, shapes that do not match what the
+        model saw, or a closed recorder; RuntimeError inside another context of the same phase.
         """
-        self.writer.check_new_step(step, phase)
-        if self._open is not None:
-            raise RuntimeError(f"step {step} was opened inside step {self._open.step}; one context at a time")
-        if decisions is None:
-            decisions = phase != "train" or step % self.decisions_every == 0
-        self._open = current = _Step(step=step, phase=phase, decisions=decisions)
+        self._check_new(step, phase)
+        outer = self._open
+        self._open = current = StepCapture(
+            step,
+            phase,
+            stats=self._sampling.stats(step, phase),
+            decisions=self._sampling.decisions(step, phase) if decisions is None else decisions,
+            sampling=self._sampling,
+            token_ids=self._tokens,
+            mask_T=mask_of(attention_mask),
+        )
         try:
             yield
         finally:
-            self._open = None
-        self._write(current, token_ids, attention_mask, domains, text)
+            self._open = outer
+        given = GivenTokens()
+        if self._sites:  # a rank without routers to record saw no tokens to hold this against
+            given = check_given(
+                current.first_stream,
+                decisions=current.decisions,
+                token_ids=token_ids,
+                attention_mask=attention_mask,
+                domains=domains,
+                text=text,
+                declared=self._domains,
+            )
+        self._recorded.add((step, phase))
+        self._last_step = step
+        self._guarded("ending a step", lambda: self._hand_over(current, given))
+        self._speak()
+
+    @property
+    def open_step(self) -> StepCapture | None:
+        """What the open context has gathered so far; None outside."""
+        return self._open
+
+    def has(self, step: int, phase: str = "train") -> bool:
+        """Whether this step of this phase has been recorded (in this segment of the run)."""
+        return (step, phase) in self._recorded
 
     def log(self, **scalars: Any) -> None:
         """Numbers of the open step: loss, ce_loss, aux_loss, z_loss, grad_norm, learning_rate, wall_time_s.
 
-        Tensors of one element, numbers, or None. Raises RuntimeError outside a step context, ValueError for others.
+        Tensors of one element, numbers, or None. A tensor on a device is copied without waiting for it. Raises
+        RuntimeError outside a step context, ValueError for other names and values.
         """
         if self._open is None:
             raise RuntimeError("log() wants an open step: call it inside `with recorder.step(...)`")
         unknown = sorted(set(scalars) - set(LOGGED))
         if unknown:
             raise ValueError(f"log() does not know {', '.join(unknown)}; it takes {', '.join(LOGGED)}")
-        for name, value in scalars.items():
-            value = value.detach() if isinstance(value, Tensor) else value
-            self._open.scalars[name] = None if value is None else float(value)
+        self._open.scalars |= {name: _scalar(name, value) for name, value in scalars.items()}
+
+    def flush(self) -> None:
+        """Return once all steps so far are on the disk."""
+        self._background.drain()
+        self._guarded("writing", self._writer.flush)
+        self._speak()
 
     def close(self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None) -> None:
-        """Write what is left, set the run's status and take the hooks off the model. May be called twice."""
-        self._detach()
-        self.writer.finalize(status, error)
+        """Write what is left, set the run's status and take the hooks off the model. May be called twice.
+
+        Where the last rows cannot be written, that is warned of, and the status is failed if even that can be.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.remove()
+        atexit.unregister(self._at_exit)
+        self._background.close()
+        self._check_thread()
+        if self._errors or self._dropped:
+            counts = {"errors": self._errors, "decisions_dropped": self._dropped}
+            self._guarded("writing", partial(self._note_counts, counts))
+        try:
+            self._writer.finalize(status, error)
+        except OSError as problem:
+            self._warnings.append(f"the run at {self._writer.path} could not be closed: {problem}")
+        self._speak()
 
     def __enter__(self) -> RoutingRecorder:
         return self
@@ -179,142 +297,183 @@ class RoutingRecorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._detach()
-        self.writer.__exit__(kind, error, trace)
+        try:
+            self.close(*status_after(error))
+        except Exception as problem:
+            if error is None:
+                raise
+            error.add_note(f"closing the run failed too: {problem}")
 
-    def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    # What the model's hooks tell; a fault in here must not reach the training.
 
-    def _write(self, current: _Step, token_ids: Any, attention_mask: Any, domains: Any, text: Any) -> None:
-        step, phase = current.step, current.phase
-        tokens = 0
-        for number, router in enumerate(sorted(current.forwards)):
-            forwards = current.forwards[router]
-            layout = _TokenLayout.of([_shape_of(forward) for forward in forwards])
-            mask_T = None if attention_mask is None else layout.per_token("attention_mask", attention_mask) > 0
-            routings = _masked([forward.routing for forward in forwards], mask_T)
-            real_T = np.concatenate([_real_tokens(routing) for routing in routings])
-            if number == 0:
-                tokens = int(real_T.sum())
-                # what the caller gave comes first: where it does not fit, nothing of the step has been written
-                given = {"token_ids": token_ids, "domains": domains}
-                of_token = {name: layout.per_token(name, v)[real_T] for name, v in given.items() if v is not None}
-                self._check_domains(of_token.get("domains"))
-                if current.decisions:
-                    text = text() if callable(text) else text
-                    of_token |= {} if text is None else {"text": layout.per_token("text", text)[real_T]}
-                    self._write_tokens(step, phase, layout, real_T, of_token)
-            layer = self._sites[router].layer
-            stats = layer_stats(routings, [forward.losses for forward in forwards], self._coefficients[router])
-            self.writer.log_layer_stats(step, phase=phase, layer=layer, router=router, **stats)
-            if current.decisions:
-                kept = [routing.kept_TK for routing in routings]
-                self.writer.log_decisions(
-                    step,
-                    phase=phase,
-                    layer=layer,
-                    router=router,
-                    experts_TK=_joined(routing.expert_ids_TK for routing in routings)[real_T],
-                    weights_TK=_joined(routing.weights_TK for routing in routings)[real_T],
-                    kept_TK=None if kept[0] is None else _joined(k for k in kept if k is not None)[real_T],
-                    tokens_T=np.flatnonzero(real_T),
-                )
-        self.writer.log_step(step, phase=phase, tokens=tokens, **current.scalars)
-
-    def _check_domains(self, domain_T: np.ndarray | None) -> None:
-        if domain_T is None:
-            return
-        unknown = sorted({str(name) for name in domain_T} - set(self._domains)) if self._domains else []
-        if unknown:
-            raise ValueError(f"domains {', '.join(unknown)} are not among those declared: {', '.join(self._domains)}")
-
-    def _write_tokens(
-        self, step: int, phase: str, layout: _TokenLayout, real_T: np.ndarray, of_token: Mapping[str, Any]
+    def model_called(
+        self, entrance: Entrance, outermost: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self.writer.log_tokens(
-            step,
-            phase=phase,
-            sequence_T=layout.sequence_T[real_T],
-            position_T=layout.position_T[real_T],
-            token_id_T=of_token.get("token_ids"),
-            text_T=of_token.get("text"),
-            domain_T=of_token.get("domains"),
-            tokens_T=np.flatnonzero(real_T),
+        current = self._open
+        if current is None:
+            return
+        if outermost:
+            current.call_begins()
+            if current.phase == "train" and not (entrance.module.training and torch.is_grad_enabled()):
+                how = "without gradients" if entrance.module.training else "in eval mode"
+                self._note(
+                    "mixed_phase",
+                    f"step {current.step}: a forward {how} inside a train step is recorded as training; "
+                    "open `step(n, phase='eval')` or phase='generate' for it",
+                    kind="mixed_phase",
+                )
+        self._guarded("reading the model's call", lambda: current.told(told_by(entrance, args, kwargs)))
+
+    def model_returned(self) -> None:
+        if self._open is not None:
+            self._guarded("summing up a forward", self._open.call_ends)
+
+    def router_ran(self, site: RouterSite, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        current = self._open
+        if current is None or not current.wants(site):
+            return
+
+        @torch.no_grad()
+        def read() -> None:
+            current.router_ran(site, site.adapter.read(site.module, args, kwargs, output))
+
+        self._guarded(f"reading router {site.name}", read)
+
+    def _check_new(self, step: int, phase: str) -> None:
+        buffers.key(step, phase)
+        if self._closed:
+            raise ValueError(f"the run at {self._writer.path} is closed")
+        if (step, phase) in self._recorded:
+            raise ValueError(f"step {step} of phase {phase!r} is recorded already; number steps through the whole run")
+        if self._open is not None and phase == self._open.phase:
+            raise RuntimeError(f"step {step} was opened inside step {self._open.step}; one context at a time")
+
+    def _hand_over(self, current: StepCapture, given: Any) -> None:
+        """Send the step on its way to the thread."""
+        sums = current.end()
+        for misfit in current.misfits:
+            self._note(misfit, f"step {current.step}: {misfit}")
+        self._note_unseen(current)
+        record = StepRecord(
+            step=current.step,
+            phase=current.phase,
+            scalars=current.scalars,
+            streams=[batches for _, batches in current.in_order()],
+            sums=sums,
+            given=given,
         )
-        if "text" in of_token and not self.writer.manifest["recorded"]["text"]:
-            self.writer.update_manifest(recorded={**self.writer.manifest["recorded"], "text": True})
+        write = partial(self._step_writer.write, record, partial(self._guarded, step=current.step))
+        wait = self._when_full == "wait" or not record.decisions_nbytes
+        if not self._background.put(write, record.nbytes, wait=wait):
+            record.drop_decisions()
+            self._dropped += 1
+            message = f"phase {current.phase}: the disk was slower than training, max_buffer_mb was full"
+            record.events.append(("decisions_dropped", message))
+            self._background.put(write, 0)
+        self._check_thread()
+
+    def _note_unseen(self, current: StepCapture) -> None:
+        """A router that says nothing must not pass for one without tokens."""
+        seen = {router for batches in current.streams.values() for batch in batches for router in batch.seen}
+        unseen = [site.name for router, site in self._sites.items() if router not in seen]
+        partly = current.calls and current.phase == "train" and (current.stats or current.decisions)
+        if unseen and (not seen or partly):
+            calls = f"the model was called {current.calls} times, but" if current.calls else "the model was not called:"
+            self._note(
+                "unseen",
+                f"step {current.step} of phase {current.phase}: {calls} {len(unseen)} of {len(self._sites)} routers "
+                f"were not seen ({unseen[0]}, ...); modules that torch.compile had compiled before the recorder was "
+                "attached stay silent until torch.compiler.reset()",
+            )
+
+    def _guarded(self, what: str, work: Callable[[], Any], *, step: int | None = None) -> None:
+        """Do it; a fault is noted."""
+        try:
+            work()
+        except Exception as error:
+            kind = type(error).__name__
+            first_line = next(iter(str(error).splitlines()), "")
+            message = f"{what} failed: {kind}: {first_line}"
+            self._note(f"{what}: {kind}", message, warn_once_for=kind, step=step)
+
+    def _note(
+        self,
+        key: str,
+        message: str,
+        *,
+        kind: str = "recorder_error",
+        warn_once_for: str | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Make an event of it, once for each key, and warn of it, once for each `warn_once_for` (default: the key)."""
+        if step is None:
+            step = self._last_step if self._open is None else self._open.step
+        warn_once_for = f"warned of {warn_once_for or key}"
+        with self._notes:
+            self._errors += kind == "recorder_error"
+            new, aloud = key not in self._told_of, warn_once_for not in self._told_of
+            self._told_of |= {key, warn_once_for}
+            if aloud:
+                self._warnings.append(f"{message}; training goes on" if kind == "recorder_error" else message)
+
+        def write() -> None:
+            with contextlib.suppress(Exception):  # where events cannot be written either
+                self._writer.log_event(step, kind, message)
+
+        if new:
+            self._background.put(write, 0)
+
+    def _speak(self) -> None:
+        """Warn of what has been noted: here, in the training thread, since filters may turn warnings into errors."""
+        with self._notes:
+            messages, self._warnings = self._warnings, []
+        for message in messages:
+            warnings.warn(f"routescope: {message}", RuntimeWarning, stacklevel=4)
+
+    def _check_thread(self) -> None:
+        if self._background.error is not None:
+            error = self._background.error
+            with self._notes:
+                if "thread" not in self._told_of:
+                    self._told_of.add("thread")
+                    self._errors += 1
+                    self._warnings.append(f"the recorder's thread has died, nothing more is recorded: {error!r}")
+
+    def _note_counts(self, counts: Mapping[str, int]) -> None:
+        if self._writer.rank == 0:
+            self._writer.update_manifest(recorded={**self._writer.manifest["recorded"], **counts})
+
+    def _at_exit(self) -> None:
+        """The script ends without close(): keep the rows. The run shows as unfinished, since nobody said it is not."""
+        self._background.close()
+        with contextlib.suppress(Exception):
+            self._writer.flush()
 
 
-@dataclass(frozen=True)
-class _TokenLayout:
-    """Where the tokens of a step's micro-batches stand: sequences numbered on from one micro-batch to the next."""
-
-    sequence_T: np.ndarray
-    position_T: np.ndarray
-
-    @staticmethod
-    def of(shapes: Sequence[tuple[int, int]]) -> _TokenLayout:
-        sequences, positions, first = [], [], 0
-        for batch, length in shapes:
-            sequences.append(np.repeat(np.arange(first, first + batch), length))
-            positions.append(np.tile(np.arange(length), batch))
-            first += batch
-        return _TokenLayout(np.concatenate(sequences), np.concatenate(positions))
-
-    def per_token(self, name: str, values: Any) -> np.ndarray:
-        """`values`, given per token (domains also per sequence), as one entry per token."""
-        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-        num_tokens, num_sequences = (
-            len(self.sequence_T),
-            int(self.sequence_T[-1]) + 1 if len(self.sequence_T) else 0,
-        )
-        if array.size == num_tokens:
-            return array.reshape(num_tokens)
-        if name == "domains" and array.shape == (num_sequences,):
-            return array[self.sequence_T]
-        raise ValueError(
-            f"{name} has shape {array.shape}, but the model saw {num_tokens} tokens in {num_sequences} sequences"
-        )
+def _scalar(name: str, value: Any) -> float | HostCopy | None:
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must have one element, got a tensor of shape {tuple(value.shape)}")
+        if value.is_cuda:
+            return HostCopy([value.detach()])
+        value = value.detach()
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
 
 
-def _shape_of(observation: Observation) -> tuple[int, int]:
-    """(sequences, positions); input that came flattened counts as one sequence."""
-    return observation.batch_shape or (1, observation.routing.expert_ids_TK.shape[0])
+def _text_of(tokenizer: Any) -> Callable[[int], str] | None:
+    """A function from token id to text that asks the tokenizer once per id."""
+    if tokenizer is None:
+        return None
+    known: dict[int, str] = {}
 
+    def text_of(token_id: int) -> str:
+        if token_id not in known:
+            known[token_id] = tokenizer.decode([token_id])
+        return known[token_id]
 
-def _changed(routing: Routing, changes: Mapping[str, Tensor]) -> Routing:
-    """A copy of the routing with its tensors cut off from autograd, some of them changed."""
-    present = {f.name: v for f in fields(routing) if (v := getattr(routing, f.name)) is not None}
-    return replace(routing, **{name: value.detach() for name, value in {**present, **changes}.items()})
-
-
-def _masked(routings: list[Routing], mask_T: np.ndarray | None) -> list[Routing]:
-    """The routings with the recorder's own attention mask on top of what the layers were told."""
-    if mask_T is None:
-        return routings
-    masked, start = [], 0
-    for routing in routings:
-        T = routing.expert_ids_TK.shape[0]
-        here_T = torch.from_numpy(mask_T[start : start + T]).to(routing.expert_ids_TK.device)
-        start += T
-        told_T = routing.token_mask_T
-        changes = {
-            "token_mask_T": here_T if told_T is None else here_T & told_T,
-            "expert_ids_TK": routing.expert_ids_TK.masked_fill(~here_T[:, None], NO_CHOICE),
-            "weights_TK": routing.weights_TK.masked_fill(~here_T[:, None], 0),
-        }
-        masked.append(_changed(routing, changes))
-    return masked
-
-
-def _real_tokens(routing: Routing) -> np.ndarray:
-    """bool (T,): not padding; rows that could not be routed are real tokens too."""
-    if routing.token_mask_T is None:
-        return np.ones(routing.expert_ids_TK.shape[0], dtype=bool)
-    return routing.token_mask_T.cpu().numpy()
-
-
-def _joined(tensors: Any) -> np.ndarray:
-    return np.concatenate([tensor.cpu().numpy() for tensor in tensors])
+    return text_of

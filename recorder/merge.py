@@ -45,9 +45,14 @@ def merge_step_ranks(rows: pa.Table) -> pa.Table:
     """`steps` rows of several ranks as one row a step and phase.
 
     Tokens are summed; losses, grad_norm and learning_rate are means weighted by tokens over the ranks that
-    recorded them; wall_time_s is the slowest rank's; any other column is the lowest rank's, `rank` too.
+    recorded them (a value that all agree on stays to the last bit); wall_time_s is the slowest rank's; any other
+    column is the lowest rank's, `rank` too.
+
+    Several rows of one step, phase and rank come from processes that see the same tokens (tensor or pipeline
+    parallel). They count as one: the greatest number of tokens, the longest time, and of every other column the
+    first value that is there.
     """
-    rows = sort_rows(rows, "step", "phase", "rank")
+    rows = _one_row_a_share(sort_rows(rows, "step", "phase", "rank"))
     starts = _group_starts(rows, ("step", "phase"))
     if len(starts) == rows.num_rows:
         return rows
@@ -57,9 +62,18 @@ def merge_step_ranks(rows: pa.Table) -> pa.Table:
         columns[name] = _summed(rows[name], starts)
     for name in _STEP_MEANS:
         columns[name] = _mean(rows[name], weights, starts)
-    present = rows["wall_time_s"].is_valid().to_numpy()
-    slowest = np.maximum.reduceat(np.where(present, _floats(rows["wall_time_s"]), -np.inf), starts)
-    columns["wall_time_s"] = pa.array(slowest, mask=~np.logical_or.reduceat(present, starts), from_pandas=False)
+    columns["wall_time_s"] = _greatest(rows["wall_time_s"], starts)
+    return pa.table(columns).cast(rows.schema)
+
+
+def _one_row_a_share(rows: pa.Table) -> pa.Table:
+    """Sorted `steps` rows with those of one step, phase and rank brought together."""
+    starts = _group_starts(rows, ("step", "phase", "rank"))
+    if len(starts) == rows.num_rows:
+        return rows
+    columns = {name: _first(rows[name], starts) for name in rows.column_names}
+    for name in ("tokens", "wall_time_s"):
+        columns[name] = _greatest(rows[name], starts)
     return pa.table(columns).cast(rows.schema)
 
 
@@ -74,6 +88,21 @@ def merge_layer_ranks(rows: pa.Table) -> pa.Table:
     for router in pc.unique(rows["router"]).to_pylist():
         pieces.append(_merge_router(rows.filter(pc.equal(rows["router"], router))))
     return pa.concat_tables(pieces) if pieces else rows
+
+
+def incomplete_steps(rows: pa.Table) -> pa.Table:
+    """Steps that fewer ranks recorded than others of their segment: columns step, ranks, of_ranks, by step.
+
+    Args:
+        rows: of one phase, with columns step, segment and rank.
+    """
+    pairs = rows.select(["step", "segment", "rank"]).group_by(["step", "segment", "rank"]).aggregate([])
+    by_step = sort_rows(pairs.group_by(["step", "segment"]).aggregate([("rank", "count")]), "step", "segment")
+    by_segment = pairs.group_by("segment").aggregate([("rank", "count_distinct")])
+    expected = dict(zip(*(by_segment[name].to_pylist() for name in ("segment", "rank_count_distinct")), strict=True))
+    of_ranks = np.array([expected[segment] for segment in by_step["segment"].to_pylist()], dtype=np.int64)
+    found = pa.table({"step": by_step["step"], "ranks": by_step["rank_count"], "of_ranks": of_ranks})
+    return found.filter(pc.less(found["ranks"], found["of_ranks"]))
 
 
 def _merge_router(rows: pa.Table) -> pa.Table:
@@ -116,6 +145,21 @@ def _summed(column: pa.ChunkedArray, starts: np.ndarray) -> pa.Array:
     return pa.array(sums, mask=~np.logical_or.reduceat(present, starts), from_pandas=False)
 
 
+def _greatest(column: pa.ChunkedArray, starts: np.ndarray) -> pa.Array:
+    """The greatest of the values that are there, float64; null where none is."""
+    present = column.is_valid().to_numpy()
+    greatest = np.maximum.reduceat(np.where(present, _floats(column), -np.inf), starts)
+    return pa.array(greatest, mask=~np.logical_or.reduceat(present, starts), from_pandas=False)
+
+
+def _first(column: pa.ChunkedArray, starts: np.ndarray) -> pa.ChunkedArray:
+    """The first value that is there; null where none is."""
+    present = column.is_valid().to_numpy()
+    places = np.where(present, np.arange(len(present)), len(present))
+    first = np.minimum.reduceat(places, starts)
+    return column.take(pa.array(first, mask=first == len(present)))
+
+
 def _mean(column: pa.ChunkedArray, weights: np.ndarray, starts: np.ndarray) -> pa.Array:
     """Weighted means of the values that are there; null where none is. NaN stays NaN."""
     present = column.is_valid().to_numpy()
@@ -123,6 +167,10 @@ def _mean(column: pa.ChunkedArray, weights: np.ndarray, starts: np.ndarray) -> p
     # A rank without weight must not turn another's value into NaN (0 * inf).
     terms = np.where(share > 0, _floats(column), 0.0) * share
     means = np.add.reduceat(terms, starts)
+    # What every rank logged alike (a learning rate, a global norm) must not come back rounded.
+    least = np.minimum.reduceat(np.where(present, _floats(column), np.inf), starts)
+    greatest = np.maximum.reduceat(np.where(present, _floats(column), -np.inf), starts)
+    means = np.where(least == greatest, least, means)
     return pa.array(means, mask=~np.logical_or.reduceat(present, starts), from_pandas=False)
 
 

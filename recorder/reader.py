@@ -26,7 +26,7 @@ from recorder.manifest import (
     read_manifest,
     run_status,
 )
-from recorder.schema import PHASES, TABLES, lists_to_matrix
+from recorder.schema import PHASES, SCHEMAS, TABLES, lists_to_matrix, only
 from recorder.storage import Place
 
 #: Up to this size on disk all of `layer_stats` is kept in memory; above, only the layers asked for.
@@ -219,6 +219,25 @@ class Run:
         _check_phase(phase)
         rows = merge.drop_superseded(self._tables["tokens"].scan(step=step, phase=phase), self._starts())
         return _to_pandas(merge.sort_rows(rows, "rank", "token"))
+
+    def incomplete_steps(self, phase: str = "train") -> pd.DataFrame:
+        """Steps whose loads come from fewer ranks than other steps of their segment, sorted: step, ranks, of_ranks.
+
+        There a load that falls is no real fall: a rank was killed, or (while the run is being written) has not
+        written these steps yet.
+
+        Raises:
+            ValueError: an unknown phase.
+        """
+        _check_phase(phase)
+        return self._frame(("incomplete_steps", phase), lambda: merge.incomplete_steps(self._rank_rows(phase)))
+
+    def _rank_rows(self, phase: str) -> pa.Table:
+        columns = ["step", "phase", "segment", "rank"]
+        if self.ranks == 1:  # nothing to compare, and nothing to read
+            return only(SCHEMAS["layer_stats"], columns).empty_table()
+        rows = self._tables["layer_stats"].scan(columns, phase=phase)
+        return merge.drop_superseded(rows, self._starts())
 
     def events(self) -> pd.DataFrame:
         """What happened, sorted by step and segment."""

@@ -26,6 +26,8 @@ except ImportError:  # no such locks on Windows, where two resumes at once are n
     fcntl = None  # type: ignore[assignment]
 
 Place = Path | ObjectPath
+#: What a person may name a place by.
+Where = str | os.PathLike[str] | ObjectPath
 
 #: Requests at once to an object store: what one waits for is the way there and back. Below pyarrow's 25 connections.
 _REQUESTS = 16
@@ -45,7 +47,7 @@ class Stored(NamedTuple):
     mtime_ns: int
 
 
-def locate(where: str | Path | ObjectPath) -> Place:
+def locate(where: Where) -> Place:
     """The place that a person named: a local path, or a URI such as s3://bucket/prefix (see `ObjectPath.of`).
 
     Raises:
@@ -53,8 +55,9 @@ def locate(where: str | Path | ObjectPath) -> Place:
     """
     if isinstance(where, ObjectPath):
         return where
-    if isinstance(where, Path):
-        if where.parts and len(where.parts) > 1 and _LOST_SLASH.fullmatch(where.parts[0]) and os.name != "nt":
+    if not isinstance(where, str):
+        where = Path(where)
+        if len(where.parts) > 1 and _LOST_SLASH.fullmatch(where.parts[0]) and os.name != "nt":
             raise ValueError(f"{where} was a URI before pathlib took one of its slashes: give it as a str")
         return where
     if where.lower().startswith("file://"):
@@ -304,6 +307,7 @@ __all__ = [
     "Place",
     "StorageError",
     "Stored",
+    "Where",
     "check_mine",
     "create",
     "each",

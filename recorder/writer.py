@@ -20,8 +20,8 @@ from recorder.compact import compact_table
 from recorder.manifest import STATUSES, RunExistsError, RunNotFoundError, now, plain, replace_manifest
 from recorder.parts import next_sequence, part_name, write_part
 from recorder.row_buffer import RowBuffer
-from recorder.schema import TABLES
-from recorder.storage import Place, StorageError
+from recorder.schema import SCHEMAS, TABLES
+from recorder.storage import StorageError, Where
 
 #: Most seconds between two flushes. Each is a handful of requests to an object store, and of objects to read back.
 FLUSH_SECONDS, REMOTE_FLUSH_SECONDS = 1.0, 5.0
@@ -32,6 +32,18 @@ _FLUSH_ORDER = ("tokens", "decisions", "layer_stats", "events", "steps")
 #: Where writing fails (a full disk) rows wait up to this many times `flush_bytes`, and a write is tried this often.
 _WAITING_LIMIT = 2
 _RETRY_SECONDS = 1.0
+#: Seconds between two heartbeats while no rows come.
+_REST_BEAT_S = 15.0
+
+
+def status_after(error: BaseException | None) -> tuple[Literal["finished", "cancelled", "failed"], str | None]:
+    """Status and error of a run whose `with` block ended with this exception (None = in peace)."""
+    if error is None:
+        return "finished", None
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return "cancelled", None
+    first_line = next(iter(str(error).splitlines()), "")
+    return "failed", f"{type(error).__name__}: {first_line}".removesuffix(": ")
 
 
 class RunWriter:
@@ -51,9 +63,14 @@ class RunWriter:
         path: the run's own folder; created, with its parents. Or a URI in an object store: see `storage.locate`.
         manifest: values for `run.json` (config, model, domains, ...); the rest is filled in. On resume they replace
             the values there. `run_id` is the folder's name unless given.
-        rank: this process's rank. Ranks above 0 join the folder that rank 0 has created (call after a barrier) and
-            write parts only.
-        resume: go on with an existing run, as its next segment.
+        rank: this process's rank. Ranks above 0 wait until rank 0 of the same launch has created or resumed the run,
+            and write parts only.
+        resume: go on with an existing run, as its next segment; "auto" = if there is one, else create it.
+        share: number of the tokens that this process sees, written as `rank` of its rows: the same on ranks that hold
+            replicas or other layers of the same tokens (the data-parallel rank). None = every rank sees its own.
+        launch: what all ranks of this launch share and no other launch has, so that nobody joins the run of an earlier
+            one. None = told by the environment, which works for ranks on one host.
+        join_seconds: how long ranks above 0 wait for rank 0.
         flush_seconds: most seconds between two flushes while rows arrive; None = 1 on local disks, 5 in an object
             store.
         flush_rows: most rows buffered, all tables together.
@@ -63,17 +80,20 @@ class RunWriter:
 
     Raises:
         RunExistsError: the folder holds a run already; or, on resume, a live process still writes to it.
-        RunNotFoundError: resume, or a rank above 0, without a run there.
-        ValueError: a flush setting out of range.
+        RunNotFoundError: resume without a run there, or rank 0 has opened none in time.
+        ValueError: a setting out of range.
     """
 
     def __init__(
         self,
-        path: str | Place,
+        path: Where,
         *,
         manifest: dict[str, Any] | None = None,
         rank: int = 0,
-        resume: bool = False,
+        resume: bool | Literal["auto"] = False,
+        share: int | None = None,
+        launch: str | None = None,
+        join_seconds: float = 60.0,
         flush_seconds: float | None = None,
         flush_rows: int = 200_000,
         flush_bytes: int = 64 << 20,
@@ -85,6 +105,12 @@ class RunWriter:
         self.path = storage.locate(path)
         if flush_seconds is None:
             flush_seconds = REMOTE_FLUSH_SECONDS if storage.is_remote(self.path) else FLUSH_SECONDS
+        if share is not None and share < 0:
+            raise ValueError(f"share must be at least 0 or None, got {share}")
+        if resume not in (True, False, "auto"):
+            raise ValueError(f"resume must be True, False or 'auto', got {resume!r}")
+        if not join_seconds >= 0:
+            raise ValueError(f"join_seconds must be at least 0, got {join_seconds}")
         if not flush_seconds >= 0:
             raise ValueError(f"flush_seconds must be at least 0, got {flush_seconds}")
         if flush_rows < 1:
@@ -94,6 +120,7 @@ class RunWriter:
         if flush_steps is not None and flush_steps < 1:
             raise ValueError(f"flush_steps must be at least 1 or None, got {flush_steps}")
         self.rank = rank
+        self.share = rank if share is None else share
         self._flush_seconds = flush_seconds
         self._flush_rows = flush_rows
         self._flush_bytes = flush_bytes
@@ -101,12 +128,13 @@ class RunWriter:
         self._full_weights = full_weights
         given: dict[str, Any] = plain(manifest or {})
         if rank:
-            self._manifest = claim.join_run(self.path, rank, resume=resume)
-        elif resume:
-            self._manifest = claim.resume_run(self.path, given)
+            self._manifest = claim.join_run(self.path, rank, resume=bool(resume), launch=launch, seconds=join_seconds)
+        elif resume is True or (resume == "auto" and claim.holds_run(self.path)):
+            self._manifest = claim.resume_run(self.path, given, launch=launch)
         else:
-            self._manifest = claim.create_run(self.path, given, weights="full" if full_weights else "rounded")
-        self._resumed_pending = resume and rank == 0
+            weights = "full" if full_weights else "rounded"
+            self._manifest = claim.create_run(self.path, given, weights=weights, launch=launch)
+        self._resumed_pending = self.segment > 0 and rank == 0
         self._experts = buffers.experts_by_router(self._manifest)
         self._buffer = RowBuffer(flush_bytes)
         self._failure: OSError | None = None  # of the last flush
@@ -287,15 +315,45 @@ class RunWriter:
         Raises:
             ValueError: shapes that do not fit, ids outside [-1, E), unknown phase, or the run is closed.
         """
+        ids_TK = np.asarray(experts_TK)
+        if ids_TK.ndim != 2:
+            raise ValueError(f"experts_TK must be integers of shape (T, K), got {ids_TK.dtype} {ids_TK.shape}")
+        self.log_decisions_of(
+            step,
+            phase=phase,
+            layers=[layer],
+            routers=[router],
+            experts_RTK=ids_TK[None],
+            weights_RTK=None if weights_TK is None else np.asarray(weights_TK)[None],
+            kept_RTK=None if kept_TK is None else np.asarray(kept_TK)[None],
+            tokens_T=tokens_T,
+        )
+
+    def log_decisions_of(
+        self,
+        step: int,
+        *,
+        phase: str = "train",
+        layers: Sequence[int],
+        routers: Sequence[int],
+        experts_RTK: np.ndarray,
+        weights_RTK: np.ndarray | None = None,
+        kept_RTK: np.ndarray | None = None,
+        tokens_T: np.ndarray | None = None,
+    ) -> None:
+        """The same for several routers at once that have as many experts: one of each array per router."""
+        experts = {self._experts.get(router) for router in routers}
+        if len(experts) != 1:
+            raise ValueError(f"routers {', '.join(map(str, routers))} differ in their number of experts: {experts}")
         rows = buffers.decision_rows(
             buffers.key(step, phase),
-            layer=layer,
-            router=router,
-            experts_TK=experts_TK,
-            weights_TK=weights_TK,
-            kept_TK=kept_TK,
+            layers=layers,
+            routers=routers,
+            experts_RTK=experts_RTK,
+            weights_RTK=weights_RTK,
+            kept_RTK=kept_RTK,
             tokens_T=tokens_T,
-            num_experts=self._experts.get(router),
+            num_experts=experts.pop(),
             full_weights=self._full_weights,
         )
         self._add("decisions", step, rows, rows.num_rows)
@@ -388,6 +446,15 @@ class RunWriter:
         self._buffered_step = None
         self._flushed_at = time.monotonic()
 
+    def rest(self) -> None:
+        """For quiet times: write rows that have waited for `flush_seconds`, and show that the run is alive."""
+        self._check_open()
+        quiet = time.monotonic() - self._flushed_at
+        if self._buffer.num_rows and quiet >= self._flush_seconds and self._may_flush():
+            self.flush()
+        elif time.monotonic() - self._beat_at >= max(self._flush_seconds, _REST_BEAT_S):
+            self._beat()
+
     def finalize(
         self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None
     ) -> None:
@@ -414,6 +481,8 @@ class RunWriter:
                 self._close("failed", error or f"could not write: {self._reason}")
             raise
         with contextlib.suppress(OSError):  # no room for the new parts: all rows are in the old ones
+            if self.rank and not any(self._sequence.values()):  # an empty share, told apart from a lost one
+                self._write_part("steps", SCHEMAS["steps"].empty_table())
             for table in TABLES:
                 self._patiently(partial(compact_table, self.path / table, table, self.rank))
         self._patiently(partial(self._close, status, error))
@@ -428,11 +497,7 @@ class RunWriter:
             self.finalize("finished")
             return
         try:
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                self.finalize("cancelled")
-            else:
-                first_line = next(iter(str(error).splitlines()), "")
-                self.finalize("failed", error=f"{type(error).__name__}: {first_line}".removesuffix(": "))
+            self.finalize(*status_after(error))
         except Exception as problem:
             error.add_note(f"closing the run failed too: {problem}")
 
@@ -462,10 +527,9 @@ class RunWriter:
 
     def _write_buffered(self) -> None:
         for table in _FLUSH_ORDER:
-            while (part := self._buffer.next_part(table, rank=self.rank, segment=self.segment)) is not None:
+            while (part := self._buffer.next_part(table, rank=self.share, segment=self.segment)) is not None:
                 rows, entries = part
-                write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
-                self._sequence[table] += 1
+                self._write_part(table, rows)
                 self._buffer.written(table, entries)
 
     def _may_flush(self) -> bool:
@@ -518,6 +582,10 @@ class RunWriter:
 
     def _add_event(self, step: int, kind: str, message: str) -> None:
         self._buffer.add("events", {"step": int(step), "kind": kind, "message": message})
+
+    def _write_part(self, table: str, rows: pa.Table) -> None:
+        write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
+        self._sequence[table] += 1
 
     def _log_resumed(self, step: int) -> None:
         self._resumed_pending = False

@@ -12,6 +12,7 @@ import streamlit as st
 
 from app import charts, data, health, navigation, state
 from app.layer_stats import LayerStats
+from app.ranks import ranks_line
 from app.text import plain
 from app.views import empty, overview_charts
 from app.words import NONE, count, listed, value
@@ -47,6 +48,9 @@ def render() -> None:
             "A loss that is not finite, and steps without a routed token, come first.",
         )
         st.caption(f"{_described(run)} The numbers are of {covered.words}{covered.range}.")
+        ranks = ranks_line(run, data.incomplete_steps(run))
+        if ranks is not None:
+            st.caption(ranks)
         if wrong.unrouted:
             st.caption(f"Balance is a matter of the steps that routed tokens: {headline(summary['layers'])}.")
     _numbers(run, summary, covered)

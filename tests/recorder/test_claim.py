@@ -144,8 +144,8 @@ def test_settings_out_of_range(tmp_path, option, value):
 
 
 def test_two_ranks(tmp_path):
-    with pytest.raises(RunNotFoundError):
-        RunWriter(tmp_path / "run", rank=1)
+    with pytest.raises(RunNotFoundError, match="rank 1 waited 0 s"):
+        RunWriter(tmp_path / "run", rank=1, join_seconds=0)
     writers = [RunWriter(tmp_path / "run", rank=rank, **NEVER) for rank in range(2)]
     for rank, writer in enumerate(writers):
         for step in range(3):
