@@ -106,7 +106,7 @@ def test_killed_at_50_random_moments(tmp_path):
     )
     assert len(killed) == 50
     found = [check_killed(tmp_path / number, int(flushed)) for number, flushed in killed]
-    assert len(set(found)) > 5, "the moments differ"
+    assert len(set(found)) > 3, "the moments differ"
     for number, steps in list(enumerate(found))[::10]:
         check_resumed(tmp_path / str(number), steps)
 
