@@ -182,13 +182,17 @@ def test_parts_replaced_between_listing_and_reading(tmp_path):
         assert run.status == "finished"
 
 
-def unfinished(path, parts=9, **manifest):
+def unfinished(path, parts=9):
     """A run of small parts whose process is gone."""
     good_parts(path, parts=parts)
-    edited = json.loads((path / "run.json").read_text())
-    edited["process"]["pid"] = 2**22 + 1  # above the greatest that Linux gives
-    (path / "run.json").write_text(json.dumps(edited | manifest))
+    forget_process(path)
     return path
+
+
+def forget_process(path):
+    manifest = json.loads((path / "run.json").read_text())
+    manifest["process"]["pid"] = 2**22 + 1  # above the greatest that Linux gives
+    (path / "run.json").write_text(json.dumps(manifest))
 
 
 def test_compact_run(tmp_path):
@@ -219,10 +223,12 @@ def test_a_run_that_is_being_written_is_left_alone(tmp_path):
 
 
 def test_other_ranks_may_outlive_rank_0(tmp_path):
-    path = unfinished(tmp_path / "run", world_size=2)
+    path = tmp_path / "run"
+    good_parts(path)
     other = RunWriter(path, rank=1)
     other.log_step(0, tokens=1)
     other.flush()
+    forget_process(path)
     with pytest.raises(RunExistsError, match="rank 1 wrote to .* s ago"):
         compact_run(path)
     part = path / "steps" / "part-r00001-000000.parquet"

@@ -22,7 +22,6 @@ from recorder.verify import verify_run
 from recorder.writer import RunWriter
 
 SAMPLES = Path(__file__).parents[2] / "sample_runs"
-FIRST = "part-r00000-000000.parquet"
 
 
 @pytest.fixture(scope="module")
