@@ -50,6 +50,15 @@ class ConfigValues:
             raise ValueError(f"{name}={said(value)} must be true or false")
         return value
 
+    def part(self, name: str) -> ConfigValues:
+        """An object inside the config, to be read in the same way."""
+        value = self.fields.get(name)
+        if value is None:
+            raise ValueError(f"the config has no {name}")
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{name}={said(value)} must be an object")
+        return ConfigValues(value)
+
     def indices(self, name: str) -> list[int]:
         """A list of layer indices; empty where it is missing."""
         value = self.fields.get(name)

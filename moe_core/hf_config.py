@@ -166,6 +166,28 @@ def _granitemoe(v: ConfigValues, name: str) -> Layout:
     return stack(v, name, grouped_query(v, **with_biases(v)), moe)
 
 
+def _granitemoe_swa(v: ConfigValues, name: str) -> Layout:
+    kinds = [SLIDING if i % 4 else FULL for i in range(v.layers("num_hidden_layers"))]
+    moe = experts(v, width="intermediate_size", shared_d_ff=v.number("shared_intermediate_size", default=0, least=0))
+    return stack(v, name, grouped_query(v, sinks=True, **with_biases(v)), moe, windows=windows(v, kinds))
+
+
+def _dbrx(v: ConfigValues, name: str) -> Layout:
+    attention, ffn = v.part("attn_config"), v.part("ffn_config")
+    names = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
+    v = ConfigValues(
+        {
+            **{new: v.number(old) for new, old in names.items()},
+            "vocab_size": v.number("vocab_size"),
+            "num_key_value_heads": attention.number("kv_n_heads", default=1),
+            "num_experts": ffn.experts("moe_num_experts"),
+            "num_experts_per_tok": ffn.experts("moe_top_k"),
+            "intermediate_size": ffn.number("ffn_hidden_size"),
+        }
+    )
+    return stack(v, name, grouped_query(v), experts(v, width="intermediate_size"))
+
+
 def _hunyuan_v1_moe(v: ConfigValues, name: str) -> Layout:
     attention = grouped_query(v, qk_norm="head", **with_biases(v))
     moe = experts(v, width="intermediate_size", shared_d_ff=v.number("intermediate_size"))
@@ -224,6 +246,7 @@ def _llama4_text(v: ConfigValues, name: str) -> Layout:
 
 FAMILIES: dict[str, Callable[[ConfigValues, str], Layout]] = {
     "afmoe": _afmoe,
+    "dbrx": _dbrx,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "dots1": _dots1,
@@ -234,6 +257,7 @@ FAMILIES: dict[str, Callable[[ConfigValues, str], Layout]] = {
     "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
     "granitemoe": _granitemoe,
+    "granitemoe_swa": _granitemoe_swa,
     "granitemoeshared": _granitemoe,
     "hunyuan_v1_moe": _hunyuan_v1_moe,
     "hy_v3": _hy_v3,

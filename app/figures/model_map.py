@@ -87,7 +87,7 @@ def model_map(
         fig.add_trace(trace)
         # Behind the cells: shows in the gaps between them, as thin lines that part even white from white.
         shapes.append(_box(x, inner, 0, 1, fill=p.block_line, line=p.block_line))
-        if inner < half:
+        if inner < half and len(layers) <= 40:  # frames of more layers would be all one sees
             shapes.append(_box(x, half, 0, 1, fill="rgba(0,0,0,0)", line=p.block_line))
         cells.extend((x, float(y), index, int(e)) for y, e in zip(centres, first_R, strict=True))
         if numbered:

@@ -272,8 +272,8 @@ def _whole_model(run: Run, model: Mapping[str, Any]) -> None:
     if report["flops_per_token"] is not None:
         st.caption(
             f"One token forward, attending to {CONTEXT:,} tokens: {report['flops_per_token']:,} FLOPs. It adds "
-            f"{report['cache_bytes_per_token']:,} bytes to the key-value cache, and the weights take "
-            f"{report['weight_bytes']['bfloat16']:,} bytes, all in bfloat16."
+            f"{report['cache_bytes_per_token']:,} bytes to the key-value cache, and all weights take "
+            f"{report['weight_bytes']['bfloat16']:,} bytes (both in bfloat16)."
         )
     st.download_button(
         "Save as JSON",

@@ -88,6 +88,14 @@ def random_config(family: str, rng: random.Random) -> dict[str, Any]:
             **moe_width,
         },
         "granitemoe": {"num_local_experts": experts, **bias},
+        "granitemoe_swa": {
+            "num_local_experts": experts,
+            "shared_intermediate_size": rng.randint(0, 30),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            **sliding,
+            **bias,
+        },
+        "dbrx": {},
         "granitemoeshared": {"num_local_experts": experts, **bias, "shared_intermediate_size": rng.randint(0, 30)},
         "hunyuan_v1_moe": {
             "num_experts": experts,
@@ -124,6 +132,19 @@ def random_config(family: str, rng: random.Random) -> dict[str, Any]:
             **bias,
         },
     }[family]
+    if family == "dbrx":
+        return {
+            "d_model": fields["hidden_size"],
+            "n_heads": heads,
+            "n_layers": layers,
+            "vocab_size": fields["vocab_size"],
+            "attn_config": {"kv_n_heads": kv_heads, "rope_theta": 10000.0},
+            "ffn_config": {
+                "ffn_hidden_size": fields["intermediate_size"],
+                "moe_num_experts": experts,
+                "moe_top_k": fields["num_experts_per_tok"],
+            },
+        }
     if family in ("hunyuan_v1_moe", "ernie4_5_moe"):
         del fields["num_experts_per_tok"]
     return fields

@@ -24,6 +24,7 @@ def as_saved(config: Any) -> dict[str, Any]:
     return json.loads(config.to_json_string(use_diff=True))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # no shared expert: a network of width 0
 @pytest.mark.parametrize("family", BUILT_FAMILIES)
 @pytest.mark.parametrize("seed", range(6))
 def test_counts_are_those_of_the_model_that_transformers_builds(family: str, seed: int) -> None:
@@ -34,7 +35,7 @@ def test_counts_are_those_of_the_model_that_transformers_builds(family: str, see
         assert layout_from_hf_config(written).total_parameters() == built, fields
 
 
-@pytest.mark.parametrize("family", BUILT_FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(BUILT_FAMILIES) - {"dbrx"}))  # which names its parts otherwise
 def test_parts_of_each_layer_are_those_of_the_built_model(family: str) -> None:
     config = hf_meta.config_of(family, hf_meta.random_config(family, random.Random(family)))
     model = hf_meta.meta_model(config)
@@ -126,6 +127,7 @@ def deep(levels: int) -> Any:
         (mixtral(layer_types=["linear_attention"] * 32), "layer_types holds 'linear_attention'; layers of these kinds"),
         (mixtral(layer_types=[deep(3000)] * 32), "layer_types holds a list of 1; layers of these kinds"),
         (mixtral(layer_types=["sliding_attention"] * 32), "the config has no sliding_window"),
+        ({**mixtral(), "model_type": "dbrx", "attn_config": 3}, "attn_config=3 must be an object"),
         ({**mixtral(), "model_type": "qwen3_moe", "mlp_only_layers": 3}, "the config has no moe_intermediate_size"),
     ],
 )
@@ -146,7 +148,7 @@ def test_a_config_of_nothing_but_a_family_names_what_it_lacks(family: str) -> No
 def test_every_field_is_checked(family: str, wrong: Any) -> None:
     """Any field of any family replaced by nonsense gives a layout (it does not matter there) or one clear line."""
     fields = {"model_type": family, **hf_meta.random_config(family, random.Random(1))}
-    shapes = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"}
+    shapes = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "d_model", "ffn_config"}
     for name in fields:
         said = refusal({**fields, name: wrong})
         assert said is not None or name not in shapes
