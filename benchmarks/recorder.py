@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -226,7 +225,7 @@ def main() -> None:
                 f"{name}: {parameters / 1e6:.1f} M parameters; {1e3 * times['without']:.2f} ms a step, recorded "
                 f"{1e3 * times['with']:.2f} ms: {100 * (times['ratio'] - 1):+.2f} % (bar {BARS[name] - 1:.0%})"
             )
-            missed += [f"{name}: step time"] * (times["ratio"] > BARS[name])
+            missed += [f"{name}: step time"] * int(times["ratio"] > BARS[name])
             with RoutingRecorder(model, Path(path) / "size") as recorder:
                 for number in range(size_steps):
                     step(number, recorder)
@@ -236,12 +235,12 @@ def main() -> None:
         print(
             f"{name}: {over:.2f} times the information (bar 1.3), {under:.2f} times smaller than int32 + float32 (bar 3)"
         )
-        missed += [f"{name}: size"] * (over > 1.3 or under < 3 or not math.isfinite(over))
+        missed += [f"{name}: size"] * int(over > 1.3 or under < 3 or not math.isfinite(over))
     if given.only in (None, "memory"):
         with tempfile.TemporaryDirectory() as path:
             grown = memory_growth(Path(path), given.memory_steps)
         print(f"memory: {grown:+.1f} MB over {given.memory_steps} recorded steps (bar 64 MB)")
-        missed += ["memory"] * (grown > 64)
+        missed += ["memory"] * int(grown > 64)
     if missed:
         sys.exit("missed: " + ", ".join(missed))
 

@@ -55,9 +55,10 @@ def check_given(
         check("token_ids", _shape(token_ids), [num_tokens])
         given.ids_T = _whole_numbers("token_ids", token_ids)
     if domains is not None:
-        names = np.asarray(domains).reshape(-1).tolist()
-        check("domains", _shape(domains), [num_tokens] + [num_sequences] * (len(_shape(domains)) == 1))
-        unknown = sorted({str(name) for name in names} - set(declared)) if declared else []
+        array = np.asarray(domains, dtype=object)
+        check("domains", array.shape, [num_tokens] + [num_sequences] * (array.ndim == 1))
+        names = array.reshape(-1).tolist()
+        unknown = sorted(map(str, set(names) - set(declared))) if declared else []
         if unknown:
             raise ValueError(f"domains {', '.join(unknown)} are not among those declared: {', '.join(declared)}")
         wrong = next((name for name in names if not isinstance(name, str)), None)

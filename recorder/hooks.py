@@ -333,9 +333,9 @@ class RoutingRecorder:
         if current is None or not current.wants(site):
             return
 
-        @torch.no_grad()
         def read() -> None:
-            current.router_ran(site, site.adapter.read(site.module, args, kwargs, output))
+            with torch.no_grad():
+                current.router_ran(site, site.adapter.read(site.module, args, kwargs, output))
 
         self._guarded(f"reading router {site.name}", read)
 

@@ -19,13 +19,15 @@ from toy_runs import (
 
 import recorder.compact
 import recorder.reader
+from recorder import parts
 from recorder.compact import compact_run
 from recorder.parts import list_parts, read_footer
 from recorder.reader import Run
 from recorder.writer import RunExistsError, RunWriter
 
 
-def test_compaction_keeps_row_groups_and_few_parts(tmp_path):
+def test_compaction_keeps_row_groups_and_few_parts(tmp_path, monkeypatch):
+    monkeypatch.setitem(parts._MIN_GROUP_ROWS_OF, "decisions", 600)  # a step's rows
     small_parts(tmp_path / "run").finalize()
     for table in ("steps", "layer_stats", "decisions"):
         assert len(part_names(tmp_path / "run", table)) == 1
@@ -34,7 +36,8 @@ def test_compaction_keeps_row_groups_and_few_parts(tmp_path):
     assert groups.low["step"].tolist() == groups.high["step"].tolist() == list(range(12))
 
 
-def test_tiny_row_groups_are_joined(tmp_path):
+def test_tiny_row_groups_are_joined(tmp_path, monkeypatch):
+    monkeypatch.setitem(parts._MIN_GROUP_ROWS_OF, "decisions", 512)
     with RunWriter(tmp_path / "run") as writer:
         for step in range(100):
             writer.log_decisions(
