@@ -1,4 +1,4 @@
-"""What the caller of `step` says of its tokens: checked against what the model saw, copied for the recorder's thread."""
+"""What the caller of `step` says of its tokens: checked against what the model saw, and copied."""
 
 from __future__ import annotations
 

@@ -268,11 +268,12 @@ def _ranks(column: pa.ChunkedArray) -> np.ndarray:
 
 def _in_order(keys: Sequence[np.ndarray]) -> bool:
     """Whether rows of these keys, the first one first, are sorted."""
-    equal, fewer = np.True_, np.False_
+    pairs = max(0, len(keys[0]) - 1)
+    equal, fewer = np.ones(pairs, dtype=bool), np.zeros(pairs, dtype=bool)
     for ranks in keys:
-        fewer = fewer | equal & (ranks[1:] < ranks[:-1])
-        equal = equal & (ranks[1:] == ranks[:-1])
-    return not np.any(fewer)
+        fewer |= equal & (ranks[1:] < ranks[:-1])
+        equal &= ranks[1:] == ranks[:-1]
+    return not fewer.any()
 
 
 def _changes(keys: Sequence[np.ndarray], num_rows: int) -> np.ndarray:

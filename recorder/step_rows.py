@@ -82,7 +82,7 @@ class StepWriter:
     def write(self, record: StepRecord, guard: Guard) -> None:
         """Every row of the step. A fault in one table does not keep the others from being written."""
         for kind, message in record.events:
-            guard("writing events", lambda k=kind, m=message: self._writer.log_event(record.step, k, m))
+            guard("writing events", partial(self._writer.log_event, record.step, kind, message))
         first_token = tokens = 0
         for number, batches in enumerate(record.streams):
             real = [None if batch.real is None else batch.real.arrays()[0] for batch in batches]
@@ -91,7 +91,7 @@ class StepWriter:
                 chosen = [_chosen(batch, real_T) for batch, real_T in zip(batches, real, strict=True)]
                 given = record.given if number == 0 else GivenTokens()
                 if self._writes_tokens:
-                    guard("writing tokens", lambda a=(batches, chosen, first_token, given): self._tokens(record, *a))
+                    guard("writing tokens", partial(self._tokens, record, batches, chosen, first_token, given))
                 for routers, arrays in _joined(batches, chosen, first_token).items():
                     self._decisions(record, routers, arrays, guard)
             first_token += sum(batch.num_tokens for batch in batches)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -34,7 +34,7 @@ class RoutingCallback(TrainerCallback):
     recorder_options: as of RoutingRecorder; the config in the manifest is the Trainer's arguments unless given.
     """
 
-    def __init__(self, out: str | os.PathLike[str], *, eval_batches: int = 1, **recorder_options: Any) -> None:
+    def __init__(self, out: str | Path, *, eval_batches: int = 1, **recorder_options: Any) -> None:
         if eval_batches < 0:
             raise ValueError(f"eval_batches={eval_batches} is below 0")
         self.recorder: RoutingRecorder | None = None
@@ -62,7 +62,8 @@ class RoutingCallback(TrainerCallback):
     ) -> None:
         self.close(error)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        model: nn.Module = of_trainer["model"]
         self._leave(keep=False)
         if self.recorder is None:  # it is there where the Trainer starts anew with a smaller batch
             options = {"source": "transformers.Trainer", "config": _plain(args.to_dict()), **self._options}

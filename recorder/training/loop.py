@@ -40,7 +40,7 @@ def train(
 
     Calls on_step(steps done, loss) after each step, on_report(line) where the task has something to tell, and
     should_stop() before each step. Raises RunCancelledError after closing the run as cancelled, ValueError for a
-    corpus or model that cannot be used, before anything is written.
+    corpus or model that cannot be used, before anything is written, OSError where the last rows could not be written.
     """
     task = make_task(config)
     if should_stop():
@@ -69,6 +69,10 @@ def train(
             line = task.report(step + 1)
             if line is not None:
                 on_report(line)
+    if (
+        recorder.writer.manifest["status"] == "failed"
+    ):  # training goes on where rows cannot be written; a record does not
+        raise OSError(recorder.writer.manifest["error"])
 
 
 def _train_step(recorder: RoutingRecorder, task: Task, step: int) -> float:

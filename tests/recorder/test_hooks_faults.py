@@ -61,7 +61,7 @@ def run_steps(recorder, model, sizes):
 def test_an_adapter_that_fails(tmp_path, size, message):
     model = Model()
     recorder = RoutingRecorder(model, tmp_path / "run")
-    with pytest.warns(RuntimeWarning, match=f"routescope: .*{message}.*training goes on") as caught:
+    with pytest.warns(RuntimeWarning, match=f"routescope: .*{message}.*training goes on") as caught:  # noqa: PT031
         run_steps(recorder, model, [6, size, size, 6])
         recorder.close()
     assert len([w for w in caught if "routescope" in str(w.message)]) == 1 + (size == 5)  # that it was not seen, too
@@ -90,7 +90,7 @@ def test_a_full_disk_loses_nothing_once_there_is_room_again(tmp_path, monkeypatc
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", of_a_full_disk)
-    with pytest.warns(RuntimeWarning, match="No space left on device.*training goes on") as caught:
+    with pytest.warns(RuntimeWarning, match="No space left on device.*training goes on") as caught:  # noqa: PT031
         run_steps(recorder, model, [6] * 6)
         recorder.flush()
     assert len([w for w in caught if "routescope" in str(w.message)]) == 1
@@ -105,7 +105,7 @@ def test_a_full_disk_loses_nothing_once_there_is_room_again(tmp_path, monkeypatc
 
 def test_a_disk_that_stays_full_leaves_a_run_that_opens(tmp_path, monkeypatch):
     model = Model()
-    with pytest.warns(RuntimeWarning, match="could not be closed"):
+    with pytest.warns(RuntimeWarning, match="could not be closed"):  # noqa: PT031
         with RoutingRecorder(model, tmp_path / "run", flush_steps=2) as recorder:
             run_steps(recorder, model, [6, 6])
             recorder.flush()
@@ -133,7 +133,7 @@ def test_the_thread_dies(tmp_path):
         raise SystemExit("as a thread may")
 
     recorder._step_writer.write = die
-    with pytest.warns(RuntimeWarning, match="thread has died, nothing more is recorded.*as a thread may") as caught:
+    with pytest.warns(RuntimeWarning, match="thread has died, nothing more is recorded.*as a thread may") as caught:  # noqa: PT031
         for step in range(1, 5):
             with recorder.step(step):
                 model(torch.randn(6, 8)).backward()
@@ -177,6 +177,9 @@ def test_what_is_logged_is_checked_at_once(tmp_path):
 
 @pytest.mark.parametrize(("step", "phase"), [(-1, "train"), (1.5, "train"), (0, "test")])
 def test_steps_that_cannot_be_are_refused_at_the_call(tmp_path, step, phase):
-    with RoutingRecorder(Model(), tmp_path / "run") as recorder:
-        with pytest.raises(ValueError, match="phase must be|step must be"), recorder.step(step, phase=phase):
-            raise AssertionError("the block must not run")
+    with (
+        RoutingRecorder(Model(), tmp_path / "run") as recorder,
+        pytest.raises(ValueError, match="phase must be|step must be"),
+        recorder.step(step, phase=phase),
+    ):
+        raise AssertionError("the block must not run")

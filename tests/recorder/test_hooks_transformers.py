@@ -1,4 +1,4 @@
-"""RoutingRecorder on models of transformers: masks from the model's own call, checkpointing, accumulation, generation."""
+"""RoutingRecorder on models of transformers: masks of the model's own call, checkpointing, accumulation, generation."""
 
 import copy
 import pickle
@@ -146,7 +146,8 @@ def test_encoder_and_decoder_see_tokens_of_their_own(tmp_path):
         with recorder.step(0, phase="generate"):
             model.generate(source, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, do_sample=False)
     stats, tokens = table(tmp_path / "run", "layer_stats"), table(tmp_path / "run", "tokens")
-    streams = {layer["router"]: layer["module"].split(".")[0] for layer in recorder.writer.manifest["model"]["layers"] if layer["kind"] == "moe"}  # fmt: skip
+    layers = [layer for layer in recorder.writer.manifest["model"]["layers"] if layer["kind"] == "moe"]
+    streams = {layer["router"]: layer["module"].split(".")[0] for layer in layers}
     for phase, encoded, decoded in (("train", 16, 10), ("generate", 8, 6)):
         of_phase = stats[stats.phase == phase]
         for router, count in zip(of_phase.router, of_phase.tokens, strict=True):
@@ -178,9 +179,7 @@ def test_through_a_wrapper_that_hands_arguments_on(tmp_path):
             Wrapper(model)(ids, mask)
         stats = table(tmp_path / f"{number}", "layer_stats")
         assert stats.tokens.tolist() == [8] * LAYERS
-        assert [entry["module"] for entry in recorder.writer.manifest["model"]["layers"]][0].startswith(
-            "model.layers.0"
-        )
+        assert recorder.writer.manifest["model"]["layers"][0]["module"].startswith("model.layers.0")
 
 
 def test_no_trace_after_close_and_copies_while_recording(tmp_path):
@@ -244,7 +243,7 @@ def test_compiled_and_run_before_attaching_warns_once(tmp_path):
     ids = torch.ones(1, 3, dtype=torch.long)
     compiled(ids)
     recorder = RoutingRecorder(compiled, tmp_path / "run")
-    with pytest.warns(RuntimeWarning, match="routers were not seen.*torch.compile") as caught:
+    with pytest.warns(RuntimeWarning, match="routers were not seen.*torch.compile") as caught:  # noqa: PT031
         for step in range(3):
             with recorder.step(step):
                 compiled(ids)
@@ -259,7 +258,7 @@ def test_compiled_and_run_before_attaching_warns_once(tmp_path):
 def test_what_is_no_training_inside_a_train_step_is_told(tmp_path, how):
     model = mixtral()
     model.train(how != "eval mode")
-    with (
+    with (  # noqa: PT031
         pytest.warns(RuntimeWarning, match=f"{how}.* inside a train step") as caught,
         torch.set_grad_enabled(how == "eval mode"),
         RoutingRecorder(model, tmp_path / "run") as recorder,
