@@ -300,7 +300,8 @@ def test_a_part_damaged_past_its_footer_stays(tmp_path):
     writer.flush()
     part = tmp_path / "run" / "decisions" / "part-r00000-000001.parquet"
     content = bytearray(part.read_bytes())
-    content[len(content) // 4] ^= 0xFF
+    pages = len(content) - 8 - int.from_bytes(content[-8:-4], "little")  # where the footer starts
+    content[pages // 2 : pages] = bytes(byte ^ 0xFF for byte in content[pages // 2 : pages])
     part.write_bytes(content)
     writer.finalize()
     assert part.exists()
