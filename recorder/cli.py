@@ -348,7 +348,7 @@ def verify(
         for problem in report.problems:
             print(problem)
         for note in report.notes:
-            _warn(f"{report.path}: {note}")
+            _warn(f"{report.path}: note: {note}")
         if not report.problems:
             print(report.summary)
     return FAILED if report.problems else DONE
@@ -469,6 +469,7 @@ def dispatch(
     print(f"tokens per expert: {min(load)} to {max(load)}, {load.count(0)} idle of {num_experts}")
     _print_table(*report_rows(report))
     print(f"routing is {report.routing_share:.1%} of the layer")
+    print("ms: median time; x dense, and that share: medians of the ratios within a round")
 
 
 def _open_run(text: str) -> Any:

@@ -101,7 +101,7 @@ def verify_run(path: Where) -> Report:
         rows += sum(footer.num_rows for _, footer in reader.live())
         size += reader.size
     Across(expected, findings, readers, digests).check()
-    notes = _notes(path, expected)
+    notes = _notes(path, expected) + _told_by_the_recorder(readers["events"])
     for fault in _wrong_ranks(expected, digests, writers):
         if expected.closed:
             findings.add("run.json", fault)
@@ -178,6 +178,16 @@ def _wrong_ranks(expected: Expected, digests: dict[str, pd.DataFrame], silent: s
     foreign = sorted(rank for rank in wrote if rank >= expected.world_size)
     return [f"{told}, but rank {rank} has no parts" for rank in missing] + [
         f"{told}, but rank {rank} has parts" for rank in foreign
+    ]
+
+
+def _told_by_the_recorder(events: TableReader) -> list[str]:
+    """What the recorder itself could not do: rows that were never written cannot be missed."""
+    rows = events.whole().to_pandas()
+    told = rows[rows["kind"].isin(["recorder_error", "decisions_dropped"])]
+    return [
+        f"{len(group)} events {kind}, the first at step {group['step'].iloc[0]}: {group['message'].iloc[0]}"
+        for kind, group in told.groupby("kind")
     ]
 
 
