@@ -92,7 +92,7 @@ def _all_layers(run: Run) -> list[dict[str, Any]]:
 
 
 def _sharing(run: Run, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [other for other in _all_layers(run) if other["index"] == entry["index"]]
+    return [other for other in _all_layers(run) if other.get("index") == entry["index"]]
 
 
 def _label(entry: Mapping[str, Any], sharing: list[dict[str, Any]]) -> Label:

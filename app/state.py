@@ -22,6 +22,7 @@ import numpy as np
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
+from app import layer_keys
 from moe_core.metrics import WINDOW
 
 T = TypeVar("T")

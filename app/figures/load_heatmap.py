@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from app.figures.inputs import LoadSeries
-from app.figures.labels import category_ticks, number, plain
+from app.figures.labels import category_ticks, number, plain, wrap
 from app.figures.pooling import (
     StepColumns,
     expert_groups,

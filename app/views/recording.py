@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, data, folders, jobs, watch
+from app import charts, data, folders, jobs, layer_keys, watch
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve
 from app.figures.load_heatmap import load_heatmap
