@@ -359,9 +359,13 @@ def _head(layer: Mapping[str, Any], *, no_data: bool) -> str:
 
 def _tick(layer: Mapping[str, Any], *, few: bool) -> str:
     total, active = layer.get("parameters_total"), layer.get("parameters_active")
-    if not few or total is None:
-        return str(label_of(layer)).replace(" (", "<br>(") if few else str(label_of(layer))
-    text = str(label_of(layer)).replace(" (", "<br>(") + f"<br>{si(float(total))}"
+    name, _, of = str(label_of(layer)).partition(" (")
+    if not few:
+        return name
+    text = f"{name}<br>({of}" if of else name
+    if total is None:
+        return text
+    text += f"<br>{si(float(total))}"
     return text + (f", {si(float(active))} active" if is_moe(layer) and active is not None else "")
 
 

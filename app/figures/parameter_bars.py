@@ -86,6 +86,7 @@ def parameter_bars(
         categoryorder="array",
         categoryarray=labels,
         tickvals=labels[:: next_step(len(labels) / 40)],
+        ticktext=[label if labelled else label.partition(" (")[0] for label in labels][:: next_step(len(labels) / 40)],
         showgrid=False,
     )
     fig.update_yaxes(rangemode="tozero", range=[0, max([*total, *dense, 1.0]) * 1.12], exponentformat="B")

@@ -252,7 +252,7 @@ def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
             named("max_violation", worst, "max_violation_window"),
             value(worst["max_violation_window"] if worst else None),
             f"max(load) / mean(load) - 1 of the loads summed {over}; the worst MoE layer. 0 is balanced; "
-            f"the most there can be is E/k - 1{_bound_words(worst)}, all tokens on one expert.",
+            f"where tokens choose, the most there can be is E/k - 1{_bound_words(worst)}, all of them on one expert.",
         )
         _metric(
             named("Idle experts" if not several else "Idle", idle, "idle_experts"),
