@@ -73,11 +73,14 @@ def layers(run: Run) -> list[dict[str, Any]]:
     A dense layer keeps its index as its key where no router has that key.
     """
     known = routers(run)
-    key_of_entry = {id(entry): key for key, entry in known.items()}
+    moe = run.moe_layers
     found = []
     for entry in _all_layers(run):
         index = int(entry["index"])
-        key = key_of_entry.get(id(entry), -1 if index in known else index)
+        if entry in moe:
+            key = key_of(run, index, entry.get("router"))
+        else:
+            key = -1 if index in known else index
         found.append({**entry, "key": key, "label": _label(entry, _sharing(run, entry))})
     return found
 

@@ -238,7 +238,14 @@ def _at_one_step(compared: Sequence[Compared], layer: int, steps_S: np.ndarray) 
             group = compared[start : start + _BARS_PER_ROW]
             for column, one in zip(st.columns(min(len(compared), _BARS_PER_ROW)), group, strict=False):
                 with column:
-                    _one_bars(one, _label(compared, layer), step, stats.get(one.label), figures.get(one.label), compared.index(one))
+                    _one_bars(
+                        one,
+                        _label(compared, layer),
+                        step,
+                        stats.get(one.label),
+                        figures.get(one.label),
+                        compared.index(one),
+                    )
         with st.expander("Numbers", icon=":material/table:"):
             charts.table(_step_numbers(stats, step), key="compare_step_numbers")
 

@@ -335,7 +335,9 @@ def layer_frame(run: Run, summary: dict[str, Any]) -> pd.DataFrame:
     else:
         frame = frame.drop(columns="router")
     whole = ("layer", "num_experts", "top_k", "dead_experts", "idle_experts")
-    return frame.astype({name: "Int64" if name in whole else "Float64" for name in frame if name not in ("idle", "router")})
+    return frame.astype(
+        {name: "Int64" if name in whole else "Float64" for name in frame if name not in ("idle", "router")}
+    )
 
 
 def _layer_columns() -> dict[str, Any]:
@@ -345,7 +347,9 @@ def _layer_columns() -> dict[str, Any]:
     mean = "mean of the steps' values"
     return {
         "layer": number("Layer", "Index in the whole model, dense layers counted.", "%d"),
-        "router": st.column_config.TextColumn("Router", help="What it is called here: this run has layers with several."),
+        "router": st.column_config.TextColumn(
+            "Router", help="What it is called here: this run has layers with several."
+        ),
         "num_experts": number("Experts", "E, experts that tokens are routed to; shared ones are not counted.", "%d"),
         "top_k": number("Top-k", "k, experts each token uses.", "%d"),
         "tokens": number("Tokens", "Tokens routed in a step, mean.", "localized"),

@@ -303,7 +303,12 @@ def _about(
 
 
 def _text(
-    routes: token_routes.Routes, scope: _Scope, places: list[int], expert: int | None, layer: layer_keys.Label, step: int
+    routes: token_routes.Routes,
+    scope: _Scope,
+    places: list[int],
+    expert: int | None,
+    layer: layer_keys.Label,
+    step: int,
 ) -> None:
     rows = routes.rows
     shown, each = token_routes.shorten(rows, scope.shown, MAX_TEXT_TOKENS)
