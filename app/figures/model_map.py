@@ -42,8 +42,8 @@ def model_map(
     """Layers from left to right: dense layers plain blocks, MoE layers columns of experts, shared ones framed below.
 
     layers: the manifest's `model.layers`, dicts with index, kind ("dense" or "moe"), num_experts, top_k,
-    num_shared_experts, latent_size, parameters_total, parameters_active; missing numbers are left out of the labels. Where some share an index, also
-    `key` (which stands for the index below; -1 for none) and `label`.
+    num_shared_experts, latent_size, parameters_total, parameters_active; missing numbers are left out of the labels.
+    Where some share an index, also `key` (which stands for the index below; -1 for none) and `label`.
     d_model: the model's width; experts that work in a narrower latent one stand in a column as much narrower.
     load_by_layer: layer index -> (E,) assignments, summed over whatever the picture is about; without it the experts
     have a neutral colour (a layout diagram). A MoE layer that is not in it shows as "no data".

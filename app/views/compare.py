@@ -95,7 +95,8 @@ def _only_one(run: data.Listed) -> None:
 def _usable(picked: Sequence[tuple[data.Listed, Any]]) -> list[Compared]:
     """Those that hold a load, with their colours; one line names each of the others and says why."""
     places = comparison.colours([one.reference for one, _ in picked], [run.reference for run in data.listed()])
-    usable, left_out = [], []
+    usable: list[Compared] = []
+    left_out: list[str] = []
     for one, run in picked:
         problem = data.loads_problem(run)
         if problem is not None:
@@ -346,6 +347,7 @@ def _curves(
     _losses(compared, summaries, window)
     with_layer = [(one, found) for one, found in zip(compared, summaries, strict=True) if layer in one.layers]
     series = [_series(one, layer) for one, _ in with_layer]
+    label = _label(compared, layer)
     common: dict[str, Any] = {
         "theme": charts.theme(),
         "window": WINDOW,
@@ -358,7 +360,7 @@ def _curves(
         charts.show(
             violation_curves(series, title=f"max_violation, {window.short}: {violation}", log_y=True, **common),
             key="compare_violation",
-            alt=f"max_violation of layer {_label(compared, layer)} by step; over the {window.short}: {violation}.",
+            alt=f"max_violation of layer {label} by step; over the {window.short}: {violation}.",
             numbers=_curve_numbers(series, "max_violation"),
         )
     with right:
@@ -366,7 +368,7 @@ def _curves(
         charts.show(
             unused_curves(series, title=f"Idle experts, {window.short}: {idle}", **common),
             key="compare_idle",
-            alt=f"Idle and dead experts of layer {_label(compared, layer)} by step; idle over the {window.short}: {idle}.",
+            alt=f"Idle and dead experts of layer {label} by step; idle over the {window.short}: {idle}.",
             numbers=_curve_numbers(series, "idle"),
         )
 
