@@ -111,10 +111,11 @@ def _usable(picked: Sequence[tuple[data.Listed, Any]]) -> list[Compared]:
             )
         else:
             candidate = Compared(label=one.label, colour=places[one.reference], run=run)
-            if usable and not candidate.agrees(usable[0]):
-                left_out.append(f"{one.label} (its layers have other routers than those of {usable[0].label})")
-            else:
+            other = next((known.label for known in usable if not candidate.agrees(known)), None)
+            if other is None:
                 usable.append(candidate)
+            else:
+                left_out.append(f"{one.label} (its layers have other routers than those of {other})")
     if left_out:
         st.warning(f"Left out: {plain(words.listed(left_out))}.")
     return usable
