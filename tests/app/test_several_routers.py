@@ -22,7 +22,6 @@ from recorder.writer import RunWriter
 
 Open = Callable[..., AppTest]
 E, STEPS, LAST = 4, 12, 11
-TABLE_OF = {"load": "expert 0", "layers": "gini", "violation": "bound", "unused": "idle experts"}
 # By router, in model order: layer's index, module, tokens seen, name shown
 KINDS: dict[str, list[tuple[int, str, range, str]]] = {
     "attention": [
@@ -79,6 +78,7 @@ def write(path: Path, kind: str, turn: int = 0) -> Path:
                     router=router,
                     tokens=len(token_T),
                     load=np.bincount(expert_T, minlength=E),
+                    gate_mass=0.5 * np.bincount(expert_T, minlength=E),
                     mean_prob=prob_E / prob_E.sum(),
                 )
                 writer.log_decisions(
@@ -246,15 +246,14 @@ def test_compare_tells_routers_apart(run: Path, kind: str, shown: Path, write_ru
         metrics = table_with(test, "what it is").set_index("metric")
         layers = table_with(test, "top_k")
         curves = table_with(test, "max_violation, window of 50")
-        bars = table_with(test, "step").query("step == @LAST") if "assignments" in table_with(test, "step") else None
+        bars = table_with(test, "assignments").query("step == @LAST")
         for label, path in zip(metrics.columns[:2], (shown / "a", shown / "b"), strict=True):
             load_SE = loads(path, router)
             assert metrics.loc["max_violation, batch", label] == pytest.approx(violation(load_SE).mean())
             assert metrics.loc["max_violation, window", label] == pytest.approx(violation(load_SE.sum(axis=0)))
             assert metrics.loc["aux loss, normalised", label] == pytest.approx(aux_loss(path, router))
             np.testing.assert_allclose(curves.query("run == @label")["max_violation"], violation(load_SE))
-            if bars is not None:
-                assert bars.query("run == @label")["assignments"].to_list() == load_SE[LAST].tolist()
+            assert bars.query("run == @label")["assignments"].to_list() == load_SE[LAST].tolist()
             of_run = layers[layers["run"] == label].set_index("layer")
             for other, its in enumerate(names(kind)):
                 assert of_run.loc[its, "aux_loss"] == pytest.approx(aux_loss(path, other))
