@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from app import data
+from app import data, layer_keys
 from app.figures.theme import OKABE_ITO
 from app.words import listed, value
 from moe_core import metrics
@@ -39,8 +39,13 @@ class Compared:
 
     @property
     def layers(self) -> list[int]:
-        """Its MoE layers."""
-        return list(dict.fromkeys(int(layer["index"]) for layer in self.run.moe_layers))
+        """The keys of its routers, see `app.layer_keys`."""
+        return layer_keys.keys(self.run)
+
+    def agrees(self, other: "Compared") -> bool:
+        """Whether what both call by one key is called alike: layers of one router each, or the same several."""
+        own, others = layer_keys.labels(self.run), layer_keys.labels(other.run)
+        return all(own[key] == others[key] for key in own.keys() & others.keys())
 
     def shape(self, layer: int) -> tuple[int | None, int | None]:
         """Number of experts and top-k of a layer; (None, None) where it is no MoE layer of this run."""
@@ -182,7 +187,7 @@ def _differences(one: data.Listed, other: data.Listed) -> int:
 
 def recorded_steps(run: Run, layer: int) -> np.ndarray:
     """Steps with a recorded load in phase train, ascending: of `layer`, or where the run lacks it, of its first one."""
-    layers = [int(one["index"]) for one in run.moe_layers]
+    layers = layer_keys.keys(run)
     return data.layer_stats(run, layer if layer in layers else layers[0]).steps_S
 
 
@@ -230,7 +235,7 @@ def summary(one: Compared, window: Window) -> dict[str, Any]:
     """`recorder.summary.summarise` over the window, each layer's `aux_loss` computed from load and mean_prob."""
     run = cast(Run, _AtSteps(one.run, window.steps)) if window.shared else one.run
     found = data.summary(run, max(len(window.steps), 1) if window.shared else WINDOW)
-    layers = [{**layer, "aux_loss": _aux_loss(one.run, layer["layer"], window)} for layer in found["layers"]]
+    layers = [{**layer, "aux_loss": _aux_loss(one.run, layer["key"], window)} for layer in found["layers"]]
     return {**found, "layers": layers}
 
 
@@ -245,8 +250,8 @@ def _aux_loss(run: Run, layer: int, window: Window) -> float | None:
 
 
 def of_layer(found: Mapping[str, Any], layer: int) -> Mapping[str, Any]:
-    """A summary's entry for one layer; {} where the run has no such layer."""
-    return next((entry for entry in found["layers"] if entry["layer"] == layer), {})
+    """A summary's entry for one layer, by its key; {} where the run has no such layer."""
+    return next((entry for entry in found["layers"] if entry["key"] == layer), {})
 
 
 # ------------------------------------------------------------------------------------------------------ the table
@@ -284,14 +289,16 @@ def every_layer(runs: Sequence[Compared], summaries: Sequence[Mapping[str, Any]]
     """A line for each run and layer with all metrics of a layer, and its experts and top-k."""
     keys = [metric.key for metric in METRICS if metric.key != "ce_loss"]
     lines = [
-        {"run": one.label, "layer": entry["layer"], "experts": entry["num_experts"], "top_k": entry["top_k"]}
+        {"run": one.label, "layer": entry["label"], "experts": entry["num_experts"], "top_k": entry["top_k"]}
         | {key: entry[key] for key in keys}
         for one, found in zip(runs, summaries, strict=True)
         for entry in found["layers"]
     ]
     frame = pd.DataFrame(lines, columns=["run", "layer", "experts", "top_k", *keys])
-    whole = ("layer", "experts", "top_k", "idle_experts", "dead_experts")
-    return frame.astype({name: "Int64" if name in whole else "Float64" for name in frame if name != "run"})
+    whole = ("experts", "top_k", "idle_experts", "dead_experts")
+    types = {name: "Int64" if name in whole else "Float64" for name in frame if name not in ("run", "layer")}
+    named = any(isinstance(entry, str) for entry in frame["layer"])
+    return frame.astype(types | {"layer": "str" if named else "Int64"})
 
 
 def _comparable(metric: Metric, runs: Sequence[Compared], layer: int) -> bool:
@@ -373,8 +380,8 @@ def _worst(found: Mapping[str, Any], key: str, *, per_expert: bool = False) -> A
 def _idle_words(layer: Mapping[str, Any], *, short: bool = False) -> str:
     idle, experts = layer["idle_experts"], layer["num_experts"]
     if short:
-        return f"{idle} of {experts} in layer {layer['layer']}"
-    return f"{idle} of {experts} experts {'sits' if idle == 1 else 'sit'} idle in layer {layer['layer']}"
+        return f"{idle} of {experts} in layer {layer['label']}"
+    return f"{idle} of {experts} experts {'sits' if idle == 1 else 'sit'} idle in layer {layer['label']}"
 
 
 def _phrases(runs: Sequence[Compared]) -> list[str]:

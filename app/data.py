@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import streamlit as st
 
-from app import folders, health
+from app import folders, health, layer_keys
 from app.figures.inputs import LoadSeries
 from app.layer_stats import LayerStats
 from moe_core import metrics
@@ -153,25 +153,25 @@ def phases(run: Run) -> list[str]:
 
 
 def summary(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
-    """`recorder.summary.summarise(run, window)`. Cached."""
-    return _frame(*_key(run), "summary", (window,), lambda: summarise(run, window))
+    """`recorder.summary.summarise(run, window)`, each layer with its `key` and `label` of `app.layer_keys`. Cached."""
+    return _frame(*_key(run), "summary", (window,), lambda: _with_keys(run, summarise(run, window)))
 
 
 def layer_stats(run: Run, layer: int, phase: str = "train") -> LayerStats:
-    """Loads, biases and the rest of one layer over all recorded steps. Cached.
+    """Loads, biases and the rest of one router over all recorded steps. Cached.
 
-    Of a layer with several routers the first one is read. Raises ValueError for a layer that is no MoE layer
-    of this run.
+    layer: its key, see `app.layer_keys`. Raises ValueError for one that no router of this run has.
     """
     return _layer_stats(*_key(run), layer, phase, run)
 
 
 def load_series(run: Run, layer: int, phase: str = "train") -> LoadSeries:
-    """The load of one layer as the figures take it."""
+    """The load of one router, by its key, as the figures take it."""
     stats = layer_stats(run, layer, phase)
     return LoadSeries(
         run=run.name,
         layer=layer,
+        label=stats.label,
         steps_S=stats.steps_S,
         load_SE=stats.load_SE,
         top_k=stats.top_k,
@@ -180,13 +180,13 @@ def load_series(run: Run, layer: int, phase: str = "train") -> LoadSeries:
 
 
 def decisions(run: Run, step: int, layer: int, phase: str = "train") -> pd.DataFrame:
-    """`run.decisions` of one step and layer: empty where that step has none. Cached."""
-    router = _layer(run, layer).get("router")
+    """`run.decisions` of one step and router, by its key: empty where that step has none. Cached."""
+    index, router = layer_keys.place_of(run, layer)
     return _frame(
         *_key(run),
         "decisions",
         (step, layer, phase),
-        lambda: _once(run.decisions(step, layer, phase, router=router), "rank", "token"),
+        lambda: _once(run.decisions(step, index, phase, router=router), "rank", "token"),
     )
 
 
@@ -207,8 +207,7 @@ def loads_problem(run: Run) -> str | None:
 
 def trouble(run: Run, window: int) -> health.Trouble:
     """What went wrong in the last `window` recorded training steps; see `app.health`."""
-    layers = dict.fromkeys(int(layer["index"]) for layer in run.moe_layers)
-    return health.trouble(steps(run), [layer_stats(run, layer) for layer in layers], window)
+    return health.trouble(steps(run), [layer_stats(run, key) for key in layer_keys.keys(run)], window)
 
 
 def problems(run: Run) -> list[str]:
@@ -315,9 +314,10 @@ def _decision_steps(path: Place, fingerprint: int, phase: str, _run: Run) -> np.
 
 @st.cache_resource(max_entries=128, show_spinner=False)
 def _layer_stats(path: Place, fingerprint: int, layer: int, phase: str, _run: Run) -> LayerStats:
-    description = _layer(_run, layer)
+    description = layer_keys.router(_run, layer)
+    index, router = layer_keys.place_of(_run, layer)
     with _lock(path):
-        frame = _once(_run.layer_stats(layer, phase, router=description.get("router")), "step")
+        frame = _once(_run.layer_stats(index, phase, router=router), "step")
     num_experts = description.get("num_experts") or max((len(load) for load in frame["load"].dropna()), default=0)
     tokens_S = _column(frame, "tokens")
     load_SE = _counts(_matrix(frame["load"], num_experts))
@@ -328,6 +328,7 @@ def _layer_stats(path: Place, fingerprint: int, layer: int, phase: str, _run: Ru
     bias_SE = _matrix(frame["expert_bias"], num_experts)
     return LayerStats(
         layer=layer,
+        label=layer_keys.label(_run, layer),
         phase=phase,
         top_k=top_k,
         steps_S=_frozen(frame["step"].to_numpy(dtype=np.int64)),
@@ -348,8 +349,8 @@ def _layer_stats(path: Place, fingerprint: int, layer: int, phase: str, _run: Ru
 def _curves(run: Run) -> dict[str, Any]:
     frame = steps(run)
     worst: dict[int, float] = {}
-    for layer in dict.fromkeys(int(layer["index"]) for layer in run.moe_layers):
-        stats = layer_stats(run, layer)
+    for key in layer_keys.keys(run):
+        stats = layer_stats(run, key)
         violation_S = metrics.max_violation(stats.load_SE)
         for step, value in zip(stats.steps_S.tolist(), np.asarray(violation_S).tolist(), strict=True):
             if np.isfinite(value):
@@ -370,12 +371,11 @@ def _spark(steps_S: np.ndarray, values_S: np.ndarray) -> list[float]:
     return [float(value) for value in values]
 
 
-def _layer(run: Run, index: int) -> dict[str, Any]:
-    for layer in run.moe_layers:
-        if int(layer["index"]) == index:
-            return layer
-    known = ", ".join(str(layer["index"]) for layer in run.moe_layers)
-    raise ValueError(f"layer {index} is no MoE layer of run {run.run_id}; these are: {known or 'none'}")
+def _with_keys(run: Run, found: dict[str, Any]) -> dict[str, Any]:
+    named = layer_keys.labels(run)
+    layers = [(layer, layer_keys.key_of(run, layer["layer"], layer["router"])) for layer in found["layers"]]
+    named = {key: named.get(key, key) for _, key in layers}
+    return {**found, "layers": [{**layer, "key": key, "label": named[key]} for layer, key in layers]}
 
 
 def _once(frame: pd.DataFrame, *key: str) -> pd.DataFrame:

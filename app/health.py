@@ -78,7 +78,7 @@ def _worst(layers: Sequence[LayerStats], clause: str, bad: Sequence[np.ndarray])
     if most is None or not bad[most].any():
         return None
     alike = all(int(bad_S.sum()) == int(bad[most].sum()) for bad_S in bad)
-    return f"{clause} in {_of_last(bad[most])}" + ("" if alike else f" of layer {layers[most].layer}")
+    return f"{clause} in {_of_last(bad[most])}" + ("" if alike else f" of layer {layers[most].label}")
 
 
 def _of_last(bad_S: np.ndarray) -> str:

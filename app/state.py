@@ -22,6 +22,7 @@ import numpy as np
 import streamlit as st
 from streamlit.runtime.scriptrunner import get_script_run_ctx
 
+from app import layer_keys
 from moe_core.metrics import WINDOW
 
 T = TypeVar("T")
@@ -193,14 +194,14 @@ def pick_options(
 
 
 def pick_layer(run: Any, *, label: str = "MoE layer") -> int:
-    """Draw the choice of a MoE layer of `run` and return its index in the whole model.
+    """Draw the choice of a MoE layer of `run` and return its key (see `app.layer_keys`).
 
     Raises ValueError where the run has no MoE layer.
     """
-    layers = list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
-    if not layers:
+    shown = layer_keys.labels(run)
+    if not shown:
         raise ValueError(f"run {run.run_id} has no MoE layer")
-    return pick_option("layer", label, layers)
+    return pick_option("layer", label, list(shown), format_func=lambda key: str(shown[key]))
 
 
 def pick_step(steps: Iterable[int], *, label: str = "Step", default: int | None = None, help: str | None = None) -> int:

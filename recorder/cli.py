@@ -328,7 +328,16 @@ def summary(
     of_phase = "training steps" if phase == "train" else f"steps of phase {phase}"
     print(f"means over the last {result['steps']} recorded {of_phase}:")
     _print_table(list(result["losses"]), [list(result["losses"].values())])
-    columns = ["layer", "num_experts", "top_k", "max_violation", "max_violation_window", "load_entropy"]
+    layers = [layer["layer"] for layer in result["layers"]]
+    columns = [
+        "layer",
+        *(["router"] if len(set(layers)) < len(layers) else []),
+        "num_experts",
+        "top_k",
+        "max_violation",
+        "max_violation_window",
+        "load_entropy",
+    ]
     columns += ["router_entropy", "dead_experts", "idle_experts", "gini", "drop_rate", "aux_loss"]
     _print_table(columns, [[layer[column] for column in columns] for layer in result["layers"]])
 

@@ -60,7 +60,7 @@ def violation_curves(
             "steps_S": s.steps_S,
             "group": s.run,
             "colour": place[s.run],
-            "panel": f"layer {s.layer}",
+            "panel": f"layer {s.label}",
             "restarts": s.restarts,
         }
         batch_S = _values(max_violation(s.load_SE))
@@ -79,7 +79,7 @@ def violation_curves(
         )
         bound = max_violation_bound(s.num_experts, s.top_k)
         line = ReferenceLine(
-            value=bound, label=f"bound E/k - 1 = {number(bound)}: all tokens on one expert", panel=f"layer {s.layer}"
+            value=bound, label=f"bound E/k - 1 = {number(bound)}: all tokens on one expert", panel=f"layer {s.label}"
         )
         if line not in lines:
             lines.append(line)
@@ -125,12 +125,12 @@ def unused_curves(
                     null_S=np.isnan(values_S),
                     group=s.run,
                     colour=place[s.run],
-                    panel=f"layer {s.layer}",
+                    panel=f"layer {s.label}",
                     style=style,
                     restarts=s.restarts,
                 )
             )
-        line = ReferenceLine(value=float(s.num_experts), label=f"all {s.num_experts} experts", panel=f"layer {s.layer}")
+        line = ReferenceLine(value=float(s.num_experts), label=f"all {s.num_experts} experts", panel=f"layer {s.label}")
         if line not in lines:
             lines.append(line)
     note = (

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 class LoadSeries:
     """The load of one router of one run over its recorded steps.
 
-    run: the name shown. layer: index in the whole model. top_k: experts per token.
+    run: the name shown. layer: what tells it from the run's other routers, and orders them. label: what is shown
+    for it behind "layer", by default `layer`. top_k: experts per token.
     steps_S: recorded steps, ascending. load_SE: assignments per expert (before capacity drops any), counts >= 0;
     NaN or a row of zeros where there is no data.
     restarts: first steps of later segments (a resumed run).
@@ -29,8 +30,11 @@ class LoadSeries:
     load_SE: NDArray[np.int64] | NDArray[np.float64]
     top_k: int
     restarts: Sequence[int] = field(default=())
+    label: int | str = ""
 
     def __post_init__(self) -> None:
+        if self.label == "":
+            object.__setattr__(self, "label", self.layer)
         steps = np.asarray(self.steps_S)
         load = np.asarray(self.load_SE)
         if load.ndim != 2 or steps.shape != load.shape[:1]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from app.figures.inputs import LoadSeries
-from app.figures.labels import category_ticks, number, plain
+from app.figures.labels import category_ticks, number, plain, wrap
 from app.figures.pooling import (
     StepColumns,
     expert_groups,
@@ -108,6 +108,7 @@ def load_heatmap(
     p = palette(theme)
     runs = list(dict.fromkeys(s.run for s in series))
     layers = sorted({s.layer for s in series})
+    shown = {s.layer: s.label for s in series}
     by_panel = {(s.layer, s.run): s for s in series}
     if len(by_panel) != len(series):
         raise ValueError("two series have the same run and layer")
@@ -136,7 +137,7 @@ def load_heatmap(
         counts = {by_panel[layer, run].num_experts for run in runs if (layer, run) in by_panel}
         for col, run in enumerate(runs, start=1):
             if (layer, run) not in cells:
-                _empty_panel(fig, row, col, f"layer {layer} of this run has no experts", theme)
+                _empty_panel(fig, row, col, f"layer {shown[layer]} of this run has no experts", theme)
                 continue
             one, panel = by_panel[layer, run], cells[layer, run]
             hover = _hover(one, panel)
@@ -156,7 +157,7 @@ def load_heatmap(
                 row=row,
                 col=col,
             )
-        fig.update_yaxes(title_text=f"layer {layer}<br>expert", row=row, col=1)
+        fig.update_yaxes(title_text=f"{wrap(f'layer {shown[layer]}', 16)}<br>expert", row=row, col=1)
     if marker_step is not None and series:
         _line_at(fig, marker_step)
     fig.update_xaxes(title_text="step", row=rows)
@@ -236,7 +237,7 @@ def _hover(series: LoadSeries, cells: HeatmapCells) -> str:
     step = "step %{customdata[0]:,d}"
     if cells.columns.per_column > 1:
         step = "steps %{customdata[0]:,d} to %{customdata[3]:,d}"
-    lines = [f"<b>{plain(series.run)}</b>, layer {series.layer}", f"expert %{{y}}, {step}"]
+    lines = [f"<b>{plain(series.run)}</b>, layer {series.label}", f"expert %{{y}}, {step}"]
     if _pooled(series, cells):
         lines.append("%{customdata[1]:.3f} x the uniform share, %{customdata[2]:,d} assignments in all")
         lines.append("single steps: %{customdata[4]:.3f} x to %{customdata[5]:.3f} x")

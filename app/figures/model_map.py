@@ -43,6 +43,7 @@ def model_map(
 
     layers: the manifest's `model.layers`, dicts with index, kind ("dense" or "moe"), num_experts, top_k,
     num_shared_experts, latent_size, parameters_total, parameters_active; missing numbers are left out of the labels.
+    Where some share an index, also `key` (which stands for the index below; -1 for none) and `label`.
     d_model: the model's width; experts that work in a narrower latent one stand in a column as much narrower.
     load_by_layer: layer index -> (E,) assignments, summed over whatever the picture is about; without it the experts
     have a neutral colour (a layout diagram). A MoE layer that is not in it shows as "no data".
@@ -68,7 +69,7 @@ def model_map(
         and all(int(layer["num_experts"]) <= 16 for layer in moe)
     )
     for x, layer in enumerate(layers):
-        index = int(layer["index"])
+        index = key_of(layer)
         if not is_moe(layer):
             shapes.append(_box(x, half, 0, 1, fill=p.block, line=p.block_line))
             cells.append((x, 0.5, index, -1))
@@ -105,7 +106,7 @@ def model_map(
         frame = _selected_box(layers, half, selected)
         if frame is not None:
             shapes.append(frame | {"layer": "above", "line": {"color": p.text, "width": 3}})
-    silent = {int(layer["index"]) for layer in moe if load_by_layer is not None and _no_data(layer, load_by_layer)}
+    silent = {key_of(layer) for layer in moe if load_by_layer is not None and _no_data(layer, load_by_layer)}
     _add_layer_hover(fig, layers, theme, shared_any, silent)
     if numbers:
         fig.add_trace(
@@ -166,6 +167,16 @@ def model_map(
     return fig
 
 
+def key_of(layer: Mapping[str, Any]) -> int:
+    """What a layer is looked up by: its `key`, where layers are told apart by more than their index."""
+    return int(layer.get("key", layer["index"]))
+
+
+def label_of(layer: Mapping[str, Any]) -> int | str:
+    """What a layer is called: its `label`, or else its index."""
+    return layer.get("label", layer["index"])
+
+
 def is_moe(layer: Mapping[str, Any]) -> bool:
     return layer.get("kind") == "moe" and int(layer.get("num_experts") or 0) > 0
 
@@ -194,7 +205,7 @@ def _column(
     """One MoE layer as a heatmap of one column, and the text colour that reads on each of its cells."""
     p = palette(theme)
     rows = len(first_R)
-    settings: dict[str, Any] = {"x": list(sides), "y": edges, "name": f"layer {layer['index']}"}
+    settings: dict[str, Any] = {"x": list(sides), "y": edges, "name": f"layer {label_of(layer)}"}
     hover = _expert_hovers(layer, first_R, load_by_layer)
     common = {"text": [[h] for h in hover], "hovertemplate": "%{text}<extra></extra>"}
     if load_by_layer is None:
@@ -213,12 +224,12 @@ def _column(
 
 def _ratios(layer: Mapping[str, Any], load_by_layer: Mapping[int, NDArray]) -> NDArray[np.float64]:
     experts = int(layer["num_experts"])
-    load = load_by_layer.get(int(layer["index"]))
+    load = load_by_layer.get(key_of(layer))
     if load is None:
         return np.full(experts, np.nan)
     load = np.asarray(load, dtype=np.float64)
     if load.shape != (experts,):
-        raise ValueError(f"layer {layer['index']} has {experts} experts, but its load has shape {load.shape}")
+        raise ValueError(f"layer {label_of(layer)} has {experts} experts, but its load has shape {load.shape}")
     return np.asarray(load_ratio(load), dtype=np.float64).reshape(experts)
 
 
@@ -228,12 +239,12 @@ def _expert_hovers(
     experts = int(layer["num_experts"])
     stops = [*first_R[1:].tolist(), experts]
     ratio_E = None if load_by_layer is None else _ratios(layer, load_by_layer)
-    load = None if load_by_layer is None else load_by_layer.get(int(layer["index"]))
+    load = None if load_by_layer is None else load_by_layer.get(key_of(layer))
     texts = []
     for first, stop in zip(first_R.tolist(), stops, strict=True):
         single = stop - first == 1
         lines = [
-            f"<b>layer {layer['index']}, " + (f"expert {first}</b>" if single else f"experts {first}-{stop - 1}</b>")
+            f"<b>layer {label_of(layer)}, " + (f"expert {first}</b>" if single else f"experts {first}-{stop - 1}</b>")
         ]
         if ratio_E is not None:
             part = ratio_E[first:stop]
@@ -267,7 +278,7 @@ def _cell_hovers(
 
 def layer_summary(layer: Mapping[str, Any]) -> str:
     """What a layer is, as hover text: kind, experts, top-k, shared experts, latent width, parameters."""
-    lines = [f"<b>layer {layer['index']}</b>"]
+    lines = [f"<b>layer {label_of(layer)}</b>"]
     if is_moe(layer):
         text = f"mixture of {int(layer['num_experts']):,} experts"
         if layer.get("top_k"):
@@ -313,14 +324,14 @@ def _add_layer_hover(
                 textposition="middle center",
                 hovertext=[summaries[x] for x, _ in places],
                 hovertemplate="%{hovertext}<extra></extra>",
-                customdata=[[int(layers[x]["index"]), -1] for x, _ in places],
+                customdata=[[key_of(layers[x]), -1] for x, _ in places],
                 showlegend=False,
                 name=name,
                 **undimmed(p.text, opacity),
             )
         )
 
-    heads = [_head(layer, no_data=int(layer["index"]) in silent) if few else "" for layer in layers]
+    heads = [_head(layer, no_data=key_of(layer) in silent) if few else "" for layer in layers]
     tops = [(x, 1.05) for x in range(len(layers))]
     handles(tops, "layers", 14 if few else 10, 0 if few else 0.9, heads)
     dense = [x for x, layer in enumerate(layers) if not is_moe(layer)]
@@ -348,9 +359,13 @@ def _head(layer: Mapping[str, Any], *, no_data: bool) -> str:
 
 def _tick(layer: Mapping[str, Any], *, few: bool) -> str:
     total, active = layer.get("parameters_total"), layer.get("parameters_active")
-    if not few or total is None:
-        return str(layer["index"])
-    text = f"{layer['index']}<br>{si(float(total))}"
+    name, _, of = str(label_of(layer)).partition(" (")
+    if not few:
+        return name
+    text = f"{name}<br>({of}" if of else name
+    if total is None:
+        return text
+    text += f"<br>{si(float(total))}"
     return text + (f", {si(float(active))} active" if is_moe(layer) and active is not None else "")
 
 
@@ -359,7 +374,7 @@ def _selected_box(
 ) -> dict[str, Any] | None:
     index, expert = selected
     for x, layer in enumerate(layers):
-        if int(layer["index"]) == index:
+        if key_of(layer) == index:
             low, high = 0.0, 1.0
             if expert is not None and is_moe(layer):
                 count = int(layer["num_experts"])

@@ -8,7 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from app.figures.labels import next_step
-from app.figures.model_map import is_moe
+from app.figures.model_map import is_moe, key_of, label_of
 from app.figures.theme import Theme, figure_layout, palette
 
 #: Of total parameters and of those active for a token, in every picture of them.
@@ -32,12 +32,12 @@ def parameter_bars(
     """
     p = palette(theme)
     if isinstance(dense_parameters, Mapping):
-        dense = [float(dense_parameters[int(layer["index"])]) for layer in layers]
+        dense = [float(dense_parameters[key_of(layer)]) for layer in layers]
     else:
         dense = [float(v) for v in dense_parameters]
     if len(dense) != len(layers):
         raise ValueError(f"{len(dense)} dense sizes for {len(layers)} layers")
-    labels = [str(layer["index"]) for layer in layers]
+    labels = [str(label_of(layer)) for layer in layers]
     total = [float(layer["parameters_total"]) for layer in layers]
     active = [float(layer["parameters_active"]) for layer in layers]
     labelled = len(layers) <= 10
@@ -86,6 +86,7 @@ def parameter_bars(
         categoryorder="array",
         categoryarray=labels,
         tickvals=labels[:: next_step(len(labels) / 40)],
+        ticktext=[label if labelled else label.partition(" (")[0] for label in labels][:: next_step(len(labels) / 40)],
         showgrid=False,
     )
     fig.update_yaxes(rangemode="tozero", range=[0, max([*total, *dense, 1.0]) * 1.12], exponentformat="B")

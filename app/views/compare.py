@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, comparison, data, folders, pickers, player, state, words
+from app import charts, comparison, data, folders, layer_keys, pickers, player, state, words
 from app.comparison import WINDOW, Compared
 from app.figures.balance_curves import unused_curves, violation_curves
 from app.figures.curves import metric_curves
@@ -56,7 +56,12 @@ def render() -> None:
     with layer_:
         common = [layer for layer in layers if all(layer in one.layers for one in compared)]
         layer = state.pick_option(
-            "layer", "MoE layer", layers, default=(common or layers)[0], help="Index in the whole model."
+            "layer",
+            "MoE layer",
+            layers,
+            default=(common or layers)[0],
+            format_func=lambda key: _label(compared, key),
+            help="Index in the whole model.",
         )
 
     steps_S = comparison.shared_steps(compared, layer)
@@ -90,7 +95,8 @@ def _only_one(run: data.Listed) -> None:
 def _usable(picked: Sequence[tuple[data.Listed, Any]]) -> list[Compared]:
     """Those that hold a load, with their colours; one line names each of the others and says why."""
     places = comparison.colours([one.reference for one, _ in picked], [run.reference for run in data.listed()])
-    usable, left_out = [], []
+    usable: list[Compared] = []
+    left_out: list[str] = []
     for one, run in picked:
         problem = data.loads_problem(run)
         if problem is not None:
@@ -99,15 +105,25 @@ def _usable(picked: Sequence[tuple[data.Listed, Any]]) -> list[Compared]:
             left_out.append(f"{one.label} (its run.json does not list the layers; routescope summary reads it)")
         elif not run.moe_layers:
             left_out.append(f"{one.label} (no MoE layer)")
-        elif not any(data.layer_stats(run, int(layer["index"])).steps_S.size for layer in run.moe_layers):
+        elif not any(data.layer_stats(run, key).steps_S.size for key in layer_keys.keys(run)):
             left_out.append(
                 f"{one.label} ({run.status}, no load of a training step recorded{empty.where_readable(run)})"
             )
         else:
-            usable.append(Compared(label=one.label, colour=places[one.reference], run=run))
+            candidate = Compared(label=one.label, colour=places[one.reference], run=run)
+            other = next((known.label for known in usable if not candidate.agrees(known)), None)
+            if other is None:
+                usable.append(candidate)
+            else:
+                left_out.append(f"{one.label} (its layers have other routers than those of {other})")
     if left_out:
         st.warning(f"Left out: {plain(words.listed(left_out))}.")
     return usable
+
+
+def _label(compared: Sequence[Compared], key: int) -> str:
+    """What a layer is called; the runs compared agree on it."""
+    return str(next(layer_keys.label(one.run, key) for one in compared if key in one.layers))
 
 
 def _say_what_went_wrong(compared: Sequence[Compared]) -> None:
@@ -156,7 +172,8 @@ def _heatmaps(
         "rows that stay in one run and not in another: the scale is the same for all."
     )
     series = [_series(one, layer) for one in compared for layer in one.layers if layer in layers]
-    which = f"layer {layers[0]}" if len(layers) == 1 else f"layers {words.listed([str(layer) for layer in layers])}"
+    names = [_label(compared, layer) for layer in layers]
+    which = f"layer {names[0]}" if len(layers) == 1 else f"layers {words.listed(names)}"
     busiest = [
         f"{one.label} {words.value(ratio)}x" + (f" (layer {where})" if len(layers) > 1 else "")
         for one, found in zip(compared, summaries, strict=True)
@@ -175,10 +192,11 @@ def _heatmaps(
     )
 
 
-def _busiest(found: Mapping[str, Any], layers: Sequence[int]) -> list[tuple[float, int]]:
+def _busiest(found: Mapping[str, Any], layers: Sequence[int]) -> list[tuple[float, layer_keys.Label]]:
     """The largest load over the uniform share among these layers, and in which; [] where there is none."""
-    known = [e for e in found["layers"] if e["layer"] in layers and e["max_violation_window"] is not None]
-    return sorted((entry["max_violation_window"] + 1, entry["layer"]) for entry in known)[-1:]
+    known = [e for e in found["layers"] if e["key"] in layers and e["max_violation_window"] is not None]
+    most = max(known, key=lambda entry: (entry["max_violation_window"], entry["key"]), default=None)
+    return [] if most is None else [(most["max_violation_window"] + 1, most["label"])]
 
 
 def _load_numbers(series: Sequence[LoadSeries]) -> pd.DataFrame:
@@ -194,7 +212,7 @@ def _load_numbers(series: Sequence[LoadSeries]) -> pd.DataFrame:
             pd.DataFrame(
                 {
                     "run": one.run,
-                    "layer": one.layer,
+                    "layer": one.label,
                     "expert": np.arange(one.num_experts),
                     "assignments, all steps": total_E,
                     "load / uniform share, all steps": metrics.load_ratio(total_E),
@@ -207,7 +225,7 @@ def _load_numbers(series: Sequence[LoadSeries]) -> pd.DataFrame:
 
 
 def _at_one_step(compared: Sequence[Compared], layer: int, steps_S: np.ndarray) -> None:
-    st.subheader(f"Load of layer {layer} at one step", anchor=False)
+    st.subheader(f"Load of layer {_label(compared, layer)} at one step", anchor=False)
     if not steps_S.size:
         st.info("These runs have no recorded step in common. Their curves below are drawn in full all the same.")
         return
@@ -222,7 +240,14 @@ def _at_one_step(compared: Sequence[Compared], layer: int, steps_S: np.ndarray) 
             group = compared[start : start + _BARS_PER_ROW]
             for column, one in zip(st.columns(min(len(compared), _BARS_PER_ROW)), group, strict=False):
                 with column:
-                    _one_bars(one, layer, step, stats.get(one.label), figures.get(one.label), compared.index(one))
+                    _one_bars(
+                        one,
+                        _label(compared, layer),
+                        step,
+                        stats.get(one.label),
+                        figures.get(one.label),
+                        compared.index(one),
+                    )
         with st.expander("Numbers", icon=":material/table:"):
             charts.table(_step_numbers(stats, step), key="compare_step_numbers")
 
@@ -252,10 +277,10 @@ def _bars(compared: Sequence[Compared], stats: Mapping[str, LayerStats], step: i
     return figures
 
 
-def _one_bars(one: Compared, layer: int, step: int, stats: LayerStats | None, figure: Any, number: int) -> None:
+def _one_bars(one: Compared, label: str, step: int, stats: LayerStats | None, figure: Any, number: int) -> None:
     if stats is None or figure is None:
         st.markdown(f"**{plain(one.label)}**")
-        st.caption(f"Layer {layer} of this run has no experts.")
+        st.caption(f"Layer {label} of this run has no experts.")
         return
     load_E = stats.load_SE[stats.at(step)]
     ratio_E = np.asarray(metrics.load_ratio(load_E))
@@ -269,7 +294,7 @@ def _one_bars(one: Compared, layer: int, step: int, stats: LayerStats | None, fi
     charts.show(
         figure,
         key=f"compare_bars_{number}",
-        alt=f"Load over the uniform share of each expert of {one.label} in layer {layer} at step {step}.",
+        alt=f"Load over the uniform share of each expert of {one.label} in layer {label} at step {step}.",
     )
 
 
@@ -298,7 +323,7 @@ def _table(
     compared: Sequence[Compared], summaries: Sequence[Mapping[str, Any]], layer: int, window: comparison.Window
 ) -> None:
     st.subheader(
-        f"Metrics of layer {layer}",
+        f"Metrics of layer {_label(compared, layer)}",
         anchor=False,
         help="Better is marked only where the runs can be compared: at steps they share; the loss where text and "
         "tokens and active parameters are the same and the difference is above two standard errors of the steps' "
@@ -323,6 +348,7 @@ def _curves(
     _losses(compared, summaries, window)
     with_layer = [(one, found) for one, found in zip(compared, summaries, strict=True) if layer in one.layers]
     series = [_series(one, layer) for one, _ in with_layer]
+    label = _label(compared, layer)
     common: dict[str, Any] = {
         "theme": charts.theme(),
         "window": WINDOW,
@@ -335,7 +361,7 @@ def _curves(
         charts.show(
             violation_curves(series, title=f"max_violation, {window.short}: {violation}", log_y=True, **common),
             key="compare_violation",
-            alt=f"max_violation of layer {layer} by step; over the {window.short}: {violation}.",
+            alt=f"max_violation of layer {label} by step; over the {window.short}: {violation}.",
             numbers=_curve_numbers(series, "max_violation"),
         )
     with right:
@@ -343,7 +369,7 @@ def _curves(
         charts.show(
             unused_curves(series, title=f"Idle experts, {window.short}: {idle}", **common),
             key="compare_idle",
-            alt=f"Idle and dead experts of layer {layer} by step; idle over the {window.short}: {idle}.",
+            alt=f"Idle and dead experts of layer {label} by step; idle over the {window.short}: {idle}.",
             numbers=_curve_numbers(series, "idle"),
         )
 
@@ -400,7 +426,7 @@ def _curve_numbers(series: Sequence[LoadSeries], kind: str) -> pd.DataFrame:
     frames = []
     for one in series:
         summed_SE = metrics.rolling_window_load(one.load_SE, WINDOW)
-        columns: dict[str, Any] = {"run": one.run, "layer": one.layer, "step": one.steps_S}
+        columns: dict[str, Any] = {"run": one.run, "layer": one.label, "step": one.steps_S}
         if kind == "idle":
             columns |= {"idle": metrics.idle_experts(summed_SE), "dead": metrics.dead_experts(summed_SE)}
         else:

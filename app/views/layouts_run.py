@@ -1,7 +1,7 @@
 """Layouts of the picked run: its layers and parameters from its manifest, experts in the colours of their load."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ import pandas as pd
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from app import charts, data, navigation, state
+from app import charts, data, layer_keys, navigation, state
 from app.figures.labels import si
-from app.figures.model_map import MAX_ROWS, is_moe, model_map
+from app.figures.model_map import MAX_ROWS, is_moe, key_of, label_of, model_map
 from app.figures.parameter_bars import parameter_bars
 from app.figures.parameter_split import Split, parameter_split
 from app.layout_tables import CONTEXT
@@ -32,10 +32,13 @@ _ONE_DECIMAL = st.column_config.NumberColumn(format="%.1f")
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The dense feed-forward network that a MoE layer is measured by: as wide as one of its experts."""
+    """The dense feed-forward network that a MoE layer is measured by: as wide as one of its experts.
 
-    width: int
-    activation: str
+    width and activation are None where the manifest does not tell them, only what one expert holds.
+    """
+
+    width: int | None
+    activation: str | None
     parameters: int
 
 
@@ -46,7 +49,7 @@ def render(head: DeltaGenerator, controls: DeltaGenerator) -> None:
         head.title("Layouts")
         return
     model = run.manifest.get("model") or {}
-    layers: list[dict[str, Any]] = model.get("layers") or []
+    layers = layer_keys.layers(run)
     head.title(
         title_of(model), help="From the run's manifest: the model's layers, and its parameters, embeddings included."
     )
@@ -57,12 +60,12 @@ def render(head: DeltaGenerator, controls: DeltaGenerator) -> None:
         st.info("This run's manifest describes no layers. Pick another run in the sidebar.")
         return
     moe = [layer for layer in layers if is_moe(layer)]
-    references = {int(layer["index"]): reference_of(model, layer) for layer in layers}
-    _large_numbers(model, moe, references)
+    references = [reference_of(model, layer) for layer in layers]
+    _large_numbers(model, layers, references)
     with controls:
         window = _pick_window(moe)
     _diagram(run, model, layers, moe, window)
-    _dense_comparison(layers, moe, references)
+    _dense_comparison(layers, references)
     st.subheader("The whole model", anchor=False)
     _whole_model(run, model)
     st.subheader("Layer by layer", anchor=False)
@@ -77,10 +80,12 @@ def render(head: DeltaGenerator, controls: DeltaGenerator) -> None:
 def title_of(model: Mapping[str, Any]) -> str:
     """The page's answer: how many layers are MoE, and what share of the parameters a token uses."""
     layers = model.get("layers") or []
-    moe = sum(is_moe(layer) for layer in layers)
-    said = (
-        f"{moe} of {count(len(layers), 'layer')} {'is' if moe == 1 else 'are'} MoE" if layers else "No layers described"
-    )
+    with_router = [layer for layer in layers if is_moe(layer)]
+    moe = layer_keys.blocks(with_router)
+    said = "No layers described"
+    if layers:
+        said = f"{moe} of {count(layer_keys.blocks(layers), 'layer')} {'is' if moe == 1 else 'are'} MoE"
+        said += f", with {len(with_router)} routers" if len(with_router) > moe else ""
     total, active = model.get("parameters_total"), model.get("parameters_active")
     if total and active:
         share = active / total
@@ -95,15 +100,27 @@ def reference_of(model: Mapping[str, Any], layer: Mapping[str, Any]) -> Referenc
     try:
         parameters = ffn_parameters(model.get("d_model"), width, activation)  # type: ignore[arg-type]
     except ValueError:
-        return None
+        one = _counted(layer)
+        return None if one is None else Reference(width=width, activation=activation, parameters=one)
     return Reference(width=int(width or 0), activation=str(activation), parameters=parameters)
 
 
+def _counted(layer: Mapping[str, Any]) -> int | None:
+    """Parameters of a dense layer, or of one expert by what a token leaves unused; None where that cannot be told."""
+    total, active = layer.get("parameters_total"), layer.get("parameters_active")
+    if not is_moe(layer):
+        return total or None
+    unused = int(layer["num_experts"]) - int(layer.get("top_k") or layer["num_experts"])
+    if layer.get("latent_size") or total is None or active is None or unused < 1 or (total - active) % unused:
+        return None
+    return (total - active) // unused or None
+
+
 def _large_numbers(
-    model: Mapping[str, Any], moe: list[dict[str, Any]], references: Mapping[int, Reference | None]
+    model: Mapping[str, Any], layers: list[dict[str, Any]], references: Sequence[Reference | None]
 ) -> None:
     total, active = model.get("parameters_total"), model.get("parameters_active")
-    times = [_times(layer, references[int(layer["index"])]) for layer in moe]
+    times = [_times(layer, reference) for layer, reference in zip(layers, references, strict=True) if is_moe(layer)]
     columns = st.columns(4)
     columns[0].metric(
         "Parameters", NONE if total is None else si(float(total)), help=f"{value(total)} in all, embeddings included."
@@ -179,24 +196,24 @@ def _diagram(
     clicked = charts.show(
         figure,
         key="layout_map",
-        alt=f"Diagram of {count(len(layers), 'layer')}, {len(moe)} of them MoE, with their experts{covered}.",
+        alt=f"Diagram of the layers and their experts: {title_of(model)}{covered}.",
         selectable=bool(moe),
     )
-    indices = {int(layer["index"]) for layer in moe}
+    keys = {key_of(layer) for layer in moe}
     for point in clicked:
-        index, expert = (int(item) for item in point["customdata"][:2])
-        if index in indices:
-            navigation.go("replay", layer=index, expert=expert if expert >= 0 else None)
+        key, expert = (int(item) for item in point["customdata"][:2])
+        if key in keys:
+            navigation.go("replay", layer=key, expert=expert if expert >= 0 else None)
 
 
 def _loads(run: Run, moe: list[dict[str, Any]], window: int) -> tuple[dict[int, np.ndarray], str]:
-    """Summed loads by layer, and the steps they cover in words."""
+    """Summed loads by the key of the router, and the steps they cover in words."""
     loads: dict[int, np.ndarray] = {}
     first, last = [], []
-    for index in dict.fromkeys(int(layer["index"]) for layer in moe):
-        stats = data.layer_stats(run, index)
+    for key in dict.fromkeys(key_of(layer) for layer in moe):
+        stats = data.layer_stats(run, key)
         if stats.steps_S.size:
-            loads[index] = metrics.window_load(stats.load_SE, window)
+            loads[key] = metrics.window_load(stats.load_SE, window)
             first.append(int(stats.steps_S[-window:][0]))
             last.append(int(stats.steps_S[-1]))
     if not loads:
@@ -204,37 +221,37 @@ def _loads(run: Run, moe: list[dict[str, Any]], window: int) -> tuple[dict[int, 
     return loads, f", load of steps {min(first):,} to {max(last):,}"
 
 
-def _dense_comparison(
-    layers: list[dict[str, Any]], moe: list[dict[str, Any]], references: Mapping[int, Reference | None]
-) -> None:
+def _dense_comparison(layers: list[dict[str, Any]], references: Sequence[Reference | None]) -> None:
     known = [
-        layer
-        for layer in layers
-        if None not in (layer.get("parameters_total"), layer.get("parameters_active"), references[int(layer["index"])])
+        (layer, reference.parameters)
+        for layer, reference in zip(layers, references, strict=True)
+        if reference is not None and None not in (layer.get("parameters_total"), layer.get("parameters_active"))
     ]
-    if not any(is_moe(layer) for layer in known):
-        if moe:
+    if not any(is_moe(layer) for layer, _ in known):
+        if any(map(is_moe, layers)):
             st.caption(
-                "The manifest gives no parameter counts and widths for the MoE layers, so they are not set beside a "
-                "dense network."
+                "What one expert holds does not follow from the manifest, so the MoE layers are not set beside a dense "
+                "network."
             )
         return
-    dense = {index: reference.parameters for index, reference in references.items() if reference is not None}
     st.caption(
         f"Each MoE layer beside one dense feed-forward network as wide as one of its experts "
-        f"({_widths(moe, references)}); "
+        f"({_widths(layers, references)}); "
         "a dense layer stands beside itself. Look at the gap between active and total: parameters that a token "
         "does not pay for."
     )
     charts.show(
         parameter_bars(
-            known, dense, title="Parameters beside a dense layer of an expert's width", theme=charts.theme()
+            [layer for layer, _ in known],
+            [parameters for _, parameters in known],
+            title="Parameters beside a dense layer of an expert's width",
+            theme=charts.theme(),
         ),
         key="layout_dense",
         alt="Bars for each layer: a dense network of the same width, the layer's active and its total parameters.",
     )
     own = {layer["parameters_total"] for layer in layers if not is_moe(layer) and layer.get("parameters_total")}
-    single = {dense[int(layer["index"])] for layer in known if is_moe(layer)}
+    single = {parameters for layer, parameters in known if is_moe(layer)}
     if own and own != single:
         st.caption(
             "The model's own dense layers have another width: their feed-forward part holds "
@@ -243,12 +260,15 @@ def _dense_comparison(
         )
 
 
-def _widths(moe: list[dict[str, Any]], references: Mapping[int, Reference | None]) -> str:
-    found = {references[int(layer["index"])] for layer in moe} - {None}
-    return "; ".join(
-        f"width {reference.width:,}, {plain(reference.activation)}, {reference.parameters:,} parameters"
-        for reference in sorted((item for item in found if item is not None), key=lambda item: item.parameters)
-    )
+def _widths(layers: list[dict[str, Any]], references: Sequence[Reference | None]) -> str:
+    found = {one for layer, one in zip(layers, references, strict=True) if is_moe(layer) and one is not None}
+
+    def words(one: Reference) -> str:
+        width = None if one.width is None else f"width {one.width:,}"
+        activation = None if one.activation is None else plain(one.activation)
+        return ", ".join(part for part in (width, activation, f"{one.parameters:,} parameters") if part)
+
+    return "; ".join(words(one) for one in sorted(found, key=lambda one: one.parameters))
 
 
 def _whole_model(run: Run, model: Mapping[str, Any]) -> None:
@@ -316,21 +336,20 @@ def conventions(model: Mapping[str, Any]) -> tuple[pd.DataFrame, str]:
 
 
 def layer_table(
-    model: Mapping[str, Any], layers: list[dict[str, Any]], references: Mapping[int, Reference | None]
+    model: Mapping[str, Any], layers: list[dict[str, Any]], references: Sequence[Reference | None]
 ) -> pd.DataFrame:
     """A row a layer. Router, experts and shared only where they add up to the manifest's total."""
     own = next(
         (layer["parameters_total"] for layer in layers if not is_moe(layer) and layer.get("parameters_total")), None
     )
     rows = []
-    for layer in layers:
-        reference = references[int(layer["index"])]
+    for layer, reference in zip(layers, references, strict=True):
         times = _times(layer, reference) if is_moe(layer) else None
         parts = _parts(model, layer)
         total, active = layer.get("parameters_total"), layer.get("parameters_active")
         rows.append(
             {
-                "layer": layer["index"],
+                "layer": label_of(layer),
                 "kind": "MoE" if is_moe(layer) else "dense",
                 "total": total,
                 "active": active,
@@ -348,7 +367,9 @@ def layer_table(
             }
         )
     frame = pd.DataFrame(rows)
-    whole = [name for name in frame.columns if name not in ("kind",) and not name.startswith("x ")]
+    words = ("kind", "layer") if any(isinstance(label, str) for label in frame["layer"]) else ("kind",)
+    frame = frame.astype(dict.fromkeys(words, "str"))
+    whole = [name for name in frame.columns if name not in words and not name.startswith("x ")]
     times_ = [name for name in frame.columns if name.startswith("x ")]
     frame = frame.astype(dict.fromkeys(whole, "Int64") | dict.fromkeys(times_, "Float64"))
     if own is not None and frame["x dense, total"].equals(frame["x own dense layer, total"]):

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, health, navigation, state
+from app import charts, data, health, layer_keys, navigation, state
 from app.layer_stats import LayerStats
 from app.ranks import ranks_line
 from app.text import plain
@@ -54,7 +54,7 @@ def render() -> None:
         if wrong.unrouted:
             st.caption(f"Balance is a matter of the steps that routed tokens: {headline(summary['layers'])}.")
     _numbers(run, summary, covered)
-    idle = {one["layer"]: _experts_idle(one) for one in summary["layers"] if one["idle_experts"] is not None}
+    idle = {one["key"]: _experts_idle(one) for one in summary["layers"] if one["idle_experts"] is not None}
     over = f"the steps with routed tokens among {covered.words}" if wrong.unrouted else covered.words
     overview_charts.load(run, layers if layer is None else [layer], idle, over)
     overview_charts.losses(run)
@@ -124,14 +124,14 @@ def _balance(layers: Sequence[dict[str, Any]], damaged: bool) -> str:
     idle = [layer for layer in known if layer["idle_experts"]]
     if len(layers) == 1:
         said = f"{_experts_idle(worst)} idle" if idle else "All experts are busy"
-        return f"Layer {worst['layer']}: {said}, {violation}" if idle else f"{said}: {violation}"
+        return f"Layer {worst['label']}: {said}, {violation}" if idle else f"{said}: {violation}"
     if not idle:
         where = "every MoE layer" if len(known) == len(layers) else f"the {len(known)} layers with tokens"
-        return f"All experts are busy in {where}; least balanced is layer {worst['layer']}, {violation}"
-    said = f"Layer {worst['layer']} is least balanced: {_experts_idle(worst)} idle, {violation}"
+        return f"All experts are busy in {where}; least balanced is layer {worst['label']}, {violation}"
+    said = f"Layer {worst['label']} is least balanced: {_experts_idle(worst)} idle, {violation}"
     most = max(idle, key=lambda layer: layer["idle_experts"])
     if most["idle_experts"] > worst["idle_experts"]:
-        said += f"; most idle, {_experts_idle(most)}, are in layer {most['layer']}"
+        said += f"; most idle, {_experts_idle(most)}, are in layer {most['label']}"
     return said
 
 
@@ -170,7 +170,7 @@ def _of_bound(layer: dict[str, Any]) -> str:
 
 
 def _described(run: Run) -> str:
-    layers = run.moe_layers
+    layers = list(layer_keys.routers(run).values())
     shapes = list(dict.fromkeys((layer.get("top_k"), layer.get("num_experts")) for layer in layers))
     experts = [f"top-{k} of {count(e, 'expert')}" for k, e in shapes if k and e]
     balancer = run.config.get("balancer")
@@ -179,7 +179,7 @@ def _described(run: Run) -> str:
         parts.append("no balancer" if balancer == "none" else f"balancer {plain(str(balancer))}")
     if experts:
         parts.append(listed(experts))
-    indices = list(dict.fromkeys(str(layer["index"]) for layer in layers))
+    indices = [str(label) for label in layer_keys.labels(run).values()]
     few = len(indices) <= 6
     parts.append(
         (f"MoE layer {indices[0]}" if len(indices) == 1 else f"MoE layers {listed(indices)}")
@@ -190,7 +190,7 @@ def _described(run: Run) -> str:
 
 
 def _rows(run: Run) -> int:
-    return sum(layer.get("num_experts") or 0 for layer in run.moe_layers)
+    return sum(layer.get("num_experts") or 0 for layer in layer_keys.routers(run).values())
 
 
 def _controls(run: Run, layers: Sequence[int], one_at_a_time: bool) -> tuple[int, int | None]:
@@ -208,7 +208,8 @@ def _pick_layer(run: Run, layers: Sequence[int], window: int) -> int:
         "layer",
         "MoE layer",
         list(layers),
-        default=layers[0] if worst is None else worst["layer"],
+        default=layers[0] if worst is None else worst["key"],
+        format_func=lambda key: str(layer_keys.label(run, key)),
         help="Index in the whole model, dense layers counted. The least balanced one unless chosen otherwise.",
     )
 
@@ -227,11 +228,11 @@ def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
     known = [(mean, layer, recorded) for layer, mean, recorded in aux if mean is not None]
     aux_mean, aux_layer, recorded = max(known, key=lambda item: item[0]) if known else (None, None, False)
 
-    def where(index: int | None) -> str:
-        return f", layer {index}" if several and index is not None else ""
+    def where(key: int | None) -> str:
+        return f", layer {layer_keys.label(run, key)}" if several and key is not None else ""
 
     def named(label: str, layer: dict[str, Any] | None, name: str) -> str:
-        return label + where(layer["layer"] if layer and layer[name] else None)
+        return label + where(layer["key"] if layer and layer[name] else None)
 
     with st.container(horizontal=True, gap="small", key="overview_numbers"):
         if data.steps(run)["ce_loss"].notna().any():
@@ -251,7 +252,7 @@ def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
             named("max_violation", worst, "max_violation_window"),
             value(worst["max_violation_window"] if worst else None),
             f"max(load) / mean(load) - 1 of the loads summed {over}; the worst MoE layer. 0 is balanced; "
-            f"the most there can be is E/k - 1{_bound_words(worst)}, all tokens on one expert.",
+            f"where tokens choose, the most there can be is E/k - 1{_bound_words(worst)}, all of them on one expert.",
         )
         _metric(
             named("Idle experts" if not several else "Idle", idle, "idle_experts"),
@@ -280,7 +281,7 @@ def _metric(label: str, shown: str, help_: str) -> None:
 
 
 def _indices(run: Run) -> list[int]:
-    return list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
+    return layer_keys.keys(run)
 
 
 def _final_loss(run: Run, summary: dict[str, Any], column: str) -> str:
@@ -324,16 +325,19 @@ def layer_frame(run: Run, summary: dict[str, Any]) -> pd.DataFrame:
     """The summary's layers as a table, the normalised aux loss computed where none was recorded."""
     lines = []
     for layer in summary["layers"]:
-        line = {name: layer[name] for name in layer if name not in ("dead_ids", "idle_ids")}
-        if sum(one["index"] == layer["layer"] for one in run.moe_layers) == 1:
-            line["aux_loss"] = normalised_aux_loss(data.layer_stats(run, layer["layer"]), summary["window"])[0]
+        line = {name: layer[name] for name in _LAYER_COLUMNS if name in layer}
+        line["aux_loss"] = normalised_aux_loss(data.layer_stats(run, layer["key"]), summary["window"])[0]
         line["idle"] = ", ".join(map(str, layer["idle_ids"])) or None
         lines.append(line)
     frame = pd.DataFrame(lines, columns=[*_LAYER_COLUMNS])
-    if frame["router"].isna().all() or not frame["layer"].duplicated().any():
+    if frame["layer"].duplicated().any():
+        frame["router"] = [str(layer["label"]) for layer in summary["layers"]]
+    else:
         frame = frame.drop(columns="router")
-    whole = ("layer", "router", "num_experts", "top_k", "dead_experts", "idle_experts")
-    return frame.astype({name: "Int64" if name in whole else "Float64" for name in frame if name != "idle"})
+    whole = ("layer", "num_experts", "top_k", "dead_experts", "idle_experts")
+    return frame.astype(
+        {name: "Int64" if name in whole else "Float64" for name in frame if name not in ("idle", "router")}
+    )
 
 
 def _layer_columns() -> dict[str, Any]:
@@ -343,7 +347,9 @@ def _layer_columns() -> dict[str, Any]:
     mean = "mean of the steps' values"
     return {
         "layer": number("Layer", "Index in the whole model, dense layers counted.", "%d"),
-        "router": number("Router", "Number of the router: this run has layers with several.", "%d"),
+        "router": st.column_config.TextColumn(
+            "Router", help="What it is called here: this run has layers with several."
+        ),
         "num_experts": number("Experts", "E, experts that tokens are routed to; shared ones are not counted.", "%d"),
         "top_k": number("Top-k", "k, experts each token uses.", "%d"),
         "tokens": number("Tokens", "Tokens routed in a step, mean.", "localized"),

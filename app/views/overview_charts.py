@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, navigation
+from app import charts, data, layer_keys, navigation
 from app.figures.balance_curves import share_area, unused_curves, violation_curves
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve, LoadSeries
@@ -37,7 +37,7 @@ def load(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) ->
     over  the steps that this is about in words
     """
     series = [data.load_series(run, layer) for layer in layers]
-    figure = load_heatmap(series, title=_load_title(layers, idle, over), theme=charts.theme(), clickable=True)
+    figure = load_heatmap(series, title=_load_title(run, layers, idle, over), theme=charts.theme(), clickable=True)
     clickable = has_click_points(figure)
     said = (
         "Balanced training looks calm and pale. **Purple** gets next to nothing, below 1/16 of the uniform share "
@@ -49,7 +49,7 @@ def load(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) ->
     points = charts.show(
         figure,
         key="load",
-        alt=f"Load over the uniform share of every expert by step, {_layers_words(layers)} of {run.name}.",
+        alt=f"Load over the uniform share of every expert by step, {_layers_words(run, layers)} of {run.name}.",
         numbers=load_numbers(series),
         selectable=clickable,
     )
@@ -60,8 +60,9 @@ def load(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) ->
             navigation.go("replay", layer=layer, expert=expert, step=step, phase=None)
 
 
-def _load_title(layers: Sequence[int], idle: Mapping[int, str], over: str) -> str:
-    parts = [f"layer {layer}: {idle[layer]} idle" for layer in layers if idle.get(layer, NO_EXPERT) != NO_EXPERT]
+def _load_title(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) -> str:
+    some = [layer for layer in layers if idle.get(layer, NO_EXPERT) != NO_EXPERT]
+    parts = [f"layer {layer_keys.label(run, layer)}: {idle[layer]} idle" for layer in some]
     if parts:
         text = "; ".join(parts)
         return f"{text[0].upper()}{text[1:]}, over {over}"
@@ -70,8 +71,8 @@ def _load_title(layers: Sequence[int], idle: Mapping[int, str], over: str) -> st
     return "Load of every expert, step by step"
 
 
-def _layers_words(layers: Sequence[int]) -> str:
-    names = [str(layer) for layer in layers]
+def _layers_words(run: Run, layers: Sequence[int]) -> str:
+    names = [str(layer_keys.label(run, layer)) for layer in layers]
     return f"layer {names[0]}" if len(names) == 1 else f"layers {listed(names)}"
 
 
@@ -80,7 +81,7 @@ def load_numbers(series: Sequence[LoadSeries]) -> pd.DataFrame:
     frames = []
     for one in series:
         frame = pd.DataFrame(_small(one.load_SE), columns=[f"expert {expert}" for expert in range(one.num_experts)])
-        frame.insert(0, "layer", one.layer)
+        frame.insert(0, "layer", one.label)
         frame.insert(0, "step", one.steps_S)
         frames.append(frame)
     same = len({one.num_experts for one in series}) == 1
@@ -193,7 +194,7 @@ def violation(run: Run, series: Sequence[LoadSeries], window: int) -> None:
         pd.DataFrame(
             {
                 "step": one.steps_S,
-                "layer": one.layer,
+                "layer": one.label,
                 "max_violation": np.atleast_1d(metrics.max_violation(one.load_SE)),
                 f"max_violation, window of {window}": np.atleast_1d(
                     metrics.max_violation(metrics.rolling_window_load(one.load_SE, window))
@@ -226,7 +227,7 @@ def unused(run: Run, series: Sequence[LoadSeries], window: int) -> None:
         summed_SE = metrics.rolling_window_load(one.load_SE, window)
         counts = {"idle experts": metrics.idle_experts(summed_SE), "dead experts": metrics.dead_experts(summed_SE)}
         frames.append(
-            pd.DataFrame({"step": one.steps_S, "layer": one.layer, **counts, "experts": one.num_experts}).astype(
+            pd.DataFrame({"step": one.steps_S, "layer": one.label, **counts, "experts": one.num_experts}).astype(
                 dict.fromkeys(counts, "Int64")
             )
         )
@@ -252,7 +253,7 @@ def shares(run: Run, layer: int) -> None:
     charts.show(
         figure,
         key="shares",
-        alt=f"Share of the assignments of every expert of layer {layer} of {run.name} by step, in per cent.",
+        alt=f"Share of the assignments of every expert of layer {series.label} of {run.name} by step, in per cent.",
         numbers=share_numbers(series),
     )
 
@@ -260,10 +261,10 @@ def shares(run: Run, layer: int) -> None:
 def _share_title(series: LoadSeries) -> str:
     total_E = np.nansum(series.load_SE, axis=0)
     if not total_E.sum() > 0:
-        return f"Layer {series.layer}: each expert's share of the assignments"
+        return f"Layer {series.label}: each expert's share of the assignments"
     busiest = int(total_E.argmax())
     return (
-        f"Layer {series.layer}: expert {busiest} took {value(100 * total_E[busiest] / total_E.sum())}% of all "
+        f"Layer {series.label}: expert {busiest} took {value(100 * total_E[busiest] / total_E.sum())}% of all "
         f"assignments of the run, {value(total_E[busiest] * series.num_experts / total_E.sum())} x the uniform share"
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, data, folders, jobs, navigation, watch
+from app import charts, data, folders, jobs, layer_keys, navigation, watch
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve
 from app.figures.load_heatmap import load_heatmap
@@ -97,8 +97,7 @@ def _so_far(key: str, run: Run) -> None:
         steps_S=frame["step"].to_numpy(dtype="int64"),
         values_S=frame["loss"].to_numpy(dtype="float64", na_value=float("nan")),
     )
-    layers = list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
-    series = [data.load_series(run, layer) for layer in layers]
+    series = [data.load_series(run, key) for key in layer_keys.keys(run)]
     st.caption("A falling loss means it learns. Pale colours: all experts are used; red and purple: a few take all.")
     left, right = st.columns([2, 3])
     with left:

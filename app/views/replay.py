@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 import streamlit as st
 from numpy.typing import NDArray
 
-from app import charts, data, moving, player, state
+from app import charts, data, layer_keys, moving, player, state
 from app.figures.inputs import LoadSeries
 from app.figures.load_bars import MAX_MARKED, load_bars
 from app.figures.load_heatmap import load_heatmap
@@ -59,7 +59,7 @@ def render() -> None:
     if run is None:
         head.title("Replay")
         return
-    layers = list(dict.fromkeys(int(layer["index"]) for layer in run.moe_layers))
+    layers = layer_keys.keys(run)
     wanted = state.wanted("layer")
     layer = next((index for index in layers if str(index) == wanted), layers[0])
     phase = next((name for name in PHASES if data.layer_stats(run, layer, name).steps_S.size), None)
@@ -67,7 +67,7 @@ def render() -> None:
         head.title("Replay")
         state.pick_layer(run)
         st.info(
-            f"No load of layer {layer} is recorded in this run{empty.where_readable(run)}. "
+            f"No load of layer {layer_keys.label(run, layer)} is recorded in this run{empty.where_readable(run)}. "
             "Pick another layer, or another run in the sidebar."
         )
         return
@@ -102,7 +102,7 @@ def _draw(
     if whole is not None:
         with strip:
             _where(whole, stats, step, expert)
-    head.title(title_of(stats.layer, now), help=_TITLE_HELP)
+    head.title(title_of(stats.label, now), help=_TITLE_HELP)
     with picture:
         _bars(run, stats, now, expert, theme)
     _changes(now, has_more=stats.steps_S.size > 1)
@@ -122,7 +122,7 @@ def _pick_expert(num_experts: int) -> int | None:
     return None if chosen == "all" else int(chosen)
 
 
-def title_of(layer: int, now: Moment) -> str:
+def title_of(layer: layer_keys.Label, now: Moment) -> str:
     """The page's answer for this step, computed."""
     where = f"Step {now.step:,}, layer {layer}"
     busiest = float(np.max(metrics.load_ratio(now.load_E)))
@@ -187,7 +187,7 @@ def _bars(run: Run, stats: LayerStats, now: Moment, expert: int | None, theme: A
     figure = load_bars(
         now.load_E,
         top_k=now.top_k,
-        title=f"Load{' and bias' if bias_range else ''} per expert, layer {stats.layer}, step {now.step:,}",
+        title=f"Load{' and bias' if bias_range else ''} per expert, layer {stats.label}, step {now.step:,}",
         theme=theme,
         # Marks without a place at the first step: with none at all the legend would grow at the second.
         previous_load_E=nothing_E if stats.steps_S.size > 1 and now.before_load_E is None else now.before_load_E,
@@ -202,7 +202,7 @@ def _bars(run: Run, stats: LayerStats, now: Moment, expert: int | None, theme: A
     moving.show(
         figure,
         key="replay_bars",
-        alt=f"Bars of load over the uniform share, one an expert. {title_of(stats.layer, now)}.",
+        alt=f"Bars of load over the uniform share, one an expert. {title_of(stats.label, now)}.",
     )
     with st.expander("Numbers", icon=":material/table:"):
         charts.table(expert_numbers(now), key="replay_experts")
@@ -287,7 +287,7 @@ def _bias_range(stats: LayerStats) -> tuple[float, float] | None:
 
 
 def _balancer(run: Run, layer: int) -> str:
-    of_layer = next((item.get("balancer") for item in run.moe_layers if item["index"] == layer), None)
+    of_layer = layer_keys.router(run, layer).get("balancer")
     return plain(str(of_layer or run.config.get("balancer") or "not named"))
 
 
@@ -298,7 +298,7 @@ def _strip(series: LoadSeries, theme: Any) -> go.Figure:
     """The heatmap of the whole run as a thin band; the bars below carry the colour bar."""
     figure = load_heatmap(
         [series],
-        title=f"The whole run in layer {series.layer}; the line marks the step shown",
+        title=f"The whole run in layer {series.label}; the line marks the step shown",
         theme=theme,
         max_columns=STRIP_COLUMNS,
         max_rows=STRIP_ROWS,
@@ -329,7 +329,7 @@ def _where(whole: go.Figure, stats: LayerStats, step: int, expert: int | None) -
             top=margin.t,
             height=STRIP_HEIGHT,
         )
-        charts.show(figure, key="replay_strip", alt=f"Load of every expert of layer {stats.layer} over the whole run.")
+        charts.show(figure, key="replay_strip", alt=f"Load of every expert of layer {stats.label} over the whole run.")
 
 
 def _without_heading(figure: go.Figure) -> None:
@@ -357,7 +357,7 @@ def _without_colour_bar(figure: go.Figure) -> go.Figure:
 
 def _all_layers(run: Run, layers: list[int], stats: LayerStats) -> dict[int, LayerStats]:
     """The loads of every layer for the map; none where there is one layer, or they would fill the memory."""
-    experts = sum(int(layer.get("num_experts") or 0) for layer in run.moe_layers)
+    experts = sum(int(layer.get("num_experts") or 0) for layer in layer_keys.routers(run).values())
     if len(layers) < 2 or experts * stats.steps_S.size > MAP_NUMBERS:
         return {}
     return {index: data.layer_stats(run, index, stats.phase) for index in layers}
@@ -372,7 +372,7 @@ def _map(run: Run, others: dict[int, LayerStats], step: int, selected: tuple[int
         f"Click {'an expert' if single else 'a layer'} to look at it there."
     )
     figure = model_map(
-        run.manifest["model"]["layers"],
+        layer_keys.layers(run),
         title=f"Every layer at step {step:,}",
         theme=theme,
         load_by_layer=loads,

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, state, token_routes, words
+from app import charts, data, layer_keys, state, token_routes, words
 from app.figures.theme import OKABE_ITO, categorical_colour
 from app.figures.token_matrix import token_matrix
 from app.figures.token_text import INK, TokenRows, token_ground, token_html
@@ -55,9 +55,10 @@ def render() -> None:
                 data.decision_steps(run, phase), help="Only steps whose single decisions were recorded."
             )
     decisions = data.decisions(run, step, layer, phase)
+    label = layer_keys.label(run, layer)
     if decisions.empty:
         st.info(
-            f"No decisions of layer {layer} were recorded at step {step:,}{where_readable(run)}. "
+            f"No decisions of layer {label} were recorded at step {step:,}{where_readable(run)}. "
             "Choose another layer or step."
         )
         return
@@ -89,8 +90,8 @@ def render() -> None:
     total_E = (trained if trained.steps_S.size else stats).load_SE.sum(axis=0)
     places = token_routes.colour_owners(np.asarray(total_E))
     expert = _pick_expert(legend, places, share_E)
-    _text(routes, scope, places, expert, layer, step)
-    _matrix(routes, scope.shown[0], num_experts, layer, step)
+    _text(routes, scope, places, expert, label, step)
+    _matrix(routes, scope.shown[0], num_experts, label, step)
     _table(seen, num_experts, domains, table)
 
 
@@ -302,7 +303,12 @@ def _about(
 
 
 def _text(
-    routes: token_routes.Routes, scope: _Scope, places: list[int], expert: int | None, layer: int, step: int
+    routes: token_routes.Routes,
+    scope: _Scope,
+    places: list[int],
+    expert: int | None,
+    layer: layer_keys.Label,
+    step: int,
 ) -> None:
     rows = routes.rows
     shown, each = token_routes.shorten(rows, scope.shown, MAX_TEXT_TOKENS)
@@ -336,7 +342,7 @@ def _text(
     st.caption(" ".join(notes))
 
 
-def _matrix(routes: token_routes.Routes, sequence: int, num_experts: int, layer: int, step: int) -> None:
+def _matrix(routes: token_routes.Routes, sequence: int, num_experts: int, layer: layer_keys.Label, step: int) -> None:
     rows = token_routes.take(routes.rows, np.flatnonzero(routes.rows.sequence_T == sequence))
     domain = rows.domain(0)
     name = f"Sequence {sequence}" + (f" ({domain})" if domain else "")

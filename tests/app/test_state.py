@@ -20,7 +20,8 @@ from app import state
 page = st.session_state.get("test_page", "replay")
 steps = st.session_state.get("test_steps", range(100))
 state.begin(page)
-run = types.SimpleNamespace(run_id="r", moe_layers=[{"index": 1}, {"index": 3}, {"index": 5}])
+layers = [{"index": 1}, {"index": 3}, {"index": 5}]
+run = types.SimpleNamespace(run_id="r", moe_layers=layers, manifest={"model": {"layers": layers}})
 if page != "runs":
     layer = state.pick_layer(run)
     step = state.pick_step(steps)

@@ -251,6 +251,8 @@ def test_the_load_can_be_clicked_and_the_layer_replayed(real: Path, open_page: O
 def layer(index: int, idle_experts: int | None, violation_: float | None, **more: Any) -> dict[str, Any]:
     return {
         "layer": index,
+        "key": index,
+        "label": index,
         "idle_experts": idle_experts,
         "max_violation_window": violation_,
         "num_experts": 16,
