@@ -309,28 +309,34 @@ def summary(
     window: Annotated[
         int, typer.Option(min=1, help="Over how many of the last recorded steps.")
     ] = 50,  # metrics.WINDOW, which would load numpy for every command
-    phase: Annotated[str, typer.Option(help="train | probe | eval | generate.")] = "train",
+    phase: Annotated[
+        str | None, typer.Option(help="train | probe | eval | generate; train unless the run has none.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
 ) -> None:
-    """Final losses and per-layer metrics of a run."""
+    """Final losses, per-layer metrics and a diagnosis of a run."""
+    from .diagnosis import diagnose
     from .summary import summarise
 
     opened = _open_run(run)
     try:
         result = summarise(opened, window=window, phase=phase)
+        findings = diagnose(opened, phase)
     except (OSError, ValueError) as error:
         raise CommandError(f"{opened.path}: {error}", FAILED) from None
     _warn_of_problems(opened)
     if as_json:
-        _print_json(result)
+        _print_json(result | {"diagnosis": [finding.as_dict() for finding in findings]})
         return
     print(f"{result['name']} ({result['run_id']}), {result['status']}, last step {result['last_step']}")
-    of_phase = "training steps" if phase == "train" else f"steps of phase {phase}"
+    of_phase = "training steps" if result["phase"] == "train" else f"steps of phase {result['phase']}"
     print(f"means over the last {result['steps']} recorded {of_phase}:")
     _print_table(list(result["losses"]), [list(result["losses"].values())])
     columns = ["layer", "num_experts", "top_k", "max_violation", "max_violation_window", "load_entropy"]
     columns += ["router_entropy", "dead_experts", "idle_experts", "gini", "drop_rate", "aux_loss"]
     _print_table(columns, [[layer[column] for column in columns] for layer in result["layers"]])
+    for finding in findings:
+        print(f"{finding.level}: {finding.text}. [{finding.rule}]")
 
 
 @cli.command()

@@ -35,6 +35,8 @@ _KEPT_LAYERS = 8
 #: Tables whose rows tell where a segment starts; an event may lie before or after.
 _STEP_TABLES = ("steps", "layer_stats", "decisions", "tokens")
 
+_MAIN_PHASES = ("train", "generate", "eval", "probe")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
@@ -111,6 +113,22 @@ class Run:
         """The manifest's MoE layers, in model order; one entry a router."""
         layers = (self.manifest.get("model") or {}).get("layers") or []
         return [layer for layer in layers if layer.get("kind", "moe") == "moe"]
+
+    @property
+    def phases(self) -> list[str]:
+        """The phases with a recorded load, in the order of `schema.PHASES`; told by the files' statistics."""
+        if "phases" not in self._kept:
+            ranges = self._tables["layer_stats"].key_ranges()
+            if any(item.phase is None for item in ranges):
+                ranges = self._tables["layer_stats"].key_ranges(exact=True)
+            found = {item.phase for item in ranges}
+            self._kept["phases"] = [phase for phase in PHASES if phase in found]
+        return list(self._kept["phases"])
+
+    @property
+    def main_phase(self) -> str:
+        """The phase to judge the run by: train; where no load of it was recorded, generate, eval or probe."""
+        return next((phase for phase in _MAIN_PHASES if phase in self.phases), "train")
 
     @property
     def problems(self) -> list[str]:
