@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # `planted` is shared by the tests of recorder and app
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, comparison, data, folders, pickers, player, state, words
+from app import charts, comparison, data, diagnosis_panel, folders, pickers, player, state, words
 from app.comparison import WINDOW, Compared
 from app.figures.balance_curves import unused_curves, violation_curves
 from app.figures.curves import metric_curves
@@ -25,6 +25,7 @@ from moe_core import metrics
 
 MAX_RUNS = 6
 MAX_FILES = 3  # more that cannot be read are counted, not named
+DIAGNOSED = 3  # sentences shown at once of each run
 MAX_LAYERS_TOGETHER = 4  # more layers than these, and the chosen one is drawn alone
 _SMOOTHING = 0.8
 _BARS_PER_ROW = 3
@@ -68,6 +69,8 @@ def render() -> None:
         "loads summed over them. The uniform share is that of one expert if all had the same load.",
     )
     _say_what_went_wrong(compared)
+    for one in compared:
+        diagnosis_panel.show(one.run, reference=one.reference, label=one.label, most=DIAGNOSED)
     _say_what_differs(compared, layers, steps_S)
     _heatmaps(compared, layers if len(layers) <= MAX_LAYERS_TOGETHER else [layer], summaries, window)
     _at_one_step(compared, layer, steps_S)
@@ -100,11 +103,9 @@ def _usable(picked: Sequence[tuple[data.Listed, Any]]) -> list[Compared]:
         elif not run.moe_layers:
             left_out.append(f"{one.label} (no MoE layer)")
         elif not any(data.layer_stats(run, int(layer["index"])).steps_S.size for layer in run.moe_layers):
-            left_out.append(
-                f"{one.label} ({run.status}, no load of a training step recorded{empty.where_readable(run)})"
-            )
+            left_out.append(f"{one.label} ({run.status}, no load recorded{empty.where_readable(run)})")
         else:
-            usable.append(Compared(label=one.label, colour=places[one.reference], run=run))
+            usable.append(Compared(label=one.label, reference=one.reference, colour=places[one.reference], run=run))
     if left_out:
         st.warning(f"Left out: {plain(words.listed(left_out))}.")
     return usable
@@ -128,7 +129,11 @@ def _say_what_differs(compared: Sequence[Compared], layers: Sequence[int], steps
         status = "" if one.run.status == "finished" else f", {one.run.status}"
         shapes = dict.fromkeys(one.shape(layer) for layer in one.layers)
         experts = words.listed([f"top-{k} of {words.count(e or 0, 'expert')}" for e, k in shapes])
-        parts.append(f"**{plain(one.label)}** {experts}, last step {words.value(one.run.last_step)}{status}")
+        phase = data.main_phase(one.run)
+        parts.append(
+            f"**{plain(one.label)}** {experts}, last step {words.value(one.run.last_step)}{status}"
+            + ("" if phase == "train" else f", judged by its {words.step_word(phase)}s: it has no training steps")
+        )
     text = "; ".join(parts) + "."
     if any(set(one.layers) != set(layers) for one in compared):
         text += " Their MoE layers differ."

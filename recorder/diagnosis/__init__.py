@@ -101,9 +101,9 @@ def _of_run(run: Run) -> list[Finding]:
             found.append(Finding(rule="resumed", text=text, step=segment.first_step, evidence=evidence))
     if run.problems:
         many = "1 part file" if len(run.problems) == 1 else f"{len(run.problems):,} part files"
-        evidence = {"files": [line.partition(": ")[0] for line in run.problems]}
+        damaged = {"files": [line.partition(": ")[0] for line in run.problems]}
         text = f"{many} cannot be read: the rows there are missing from all numbers"
-        found.append(Finding(rule="unreadable", text=text, value=len(run.problems), evidence=evidence))
+        found.append(Finding(rule="unreadable", text=text, value=len(run.problems), evidence=damaged))
     events = run.events()
     faults = events[(events["kind"] == "recorder_error").to_numpy(dtype=bool)]
     if len(faults):

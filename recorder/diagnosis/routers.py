@@ -97,18 +97,18 @@ def _balance(rows: RouterRows, load_SE: np.ndarray, steps_S: np.ndarray, window:
             )
     if stretches and stretches[-1].end == len(load_SE):
         return [_collapsed(rows, stretches[-1].first, load_SE, steps_S, window), *found]
-    evidence = {"max_violation": violation, "window": window}
+    measured = {"max_violation": violation, "window": window}
     since = balance.balanced_since(load_SE)
     if since is not None:
         step = int(steps_S[since])
         became = f"became balanced at step {step:,}" if since else f"is balanced from its first {window:,} steps on"
         text = f"{rows.title} {became}: max_violation of the last {window:,} steps is {violation:.2g}"
-        return [*found, _finding(rows, "balanced", text, step=step, within=window, value=violation, evidence=evidence)]
+        return [*found, _finding(rows, "balanced", text, step=step, within=window, value=violation, evidence=measured)]
     text = (
         f"{rows.title} is uneven but not collapsed: its busiest expert gets {violation + 1:.2g} times the uniform share"
         f" of the last {window:,} steps"
     )
-    return [*found, _finding(rows, "uneven", text, step=int(steps_S[-1]), value=violation, evidence=evidence)]
+    return [*found, _finding(rows, "uneven", text, step=int(steps_S[-1]), value=violation, evidence=measured)]
 
 
 def _collapsed(rows: RouterRows, first: int, load_SE: np.ndarray, steps_S: np.ndarray, window: int) -> Finding:
@@ -116,7 +116,9 @@ def _collapsed(rows: RouterRows, first: int, load_SE: np.ndarray, steps_S: np.nd
     number, share = balance.concentration(last_E)
     step = int(steps_S[first])
     when = f"at step {step:,}" if first else f"within its first {window:,} steps"
-    text = f"{rows.title} collapsed {when}: {number:,} of {load_SE.shape[1]:,} experts take {share:.0%} of the assignments"
+    text = (
+        f"{rows.title} collapsed {when}: {number:,} of {load_SE.shape[1]:,} experts take {share:.0%} of the assignments"
+    )
     evidence = {
         "experts": number,
         "num_experts": load_SE.shape[1],
@@ -172,7 +174,9 @@ def _dropped(rows: RouterRows, window: int) -> list[Finding]:
     rate = float(metrics.drop_rate(dropped_S.sum(), lists_to_matrix(recorded["load"]).sum()))
     if not rate >= DROPPED_FROM:
         return []
-    text = f"{rows.title} dropped {rate:.0%} of the assignments of the last {len(recorded):,} steps for lack of capacity"
+    text = (
+        f"{rows.title} dropped {rate:.0%} of the assignments of the last {len(recorded):,} steps for lack of capacity"
+    )
     step = int(recorded["step"].iloc[-1])
     return [_finding(rows, "dropped", text, step=step, value=rate, evidence={"window": len(recorded)})]
 

@@ -53,7 +53,10 @@ RULES: dict[str, Rule] = {
     ),
     "failed": Rule(level="alarm", when="the run says that it failed", threshold=None, page="overview"),
     "recorder_error": Rule(
-        level="alarm", when="the recorder noted a fault of its own (event recorder_error)", threshold=None, page="overview"
+        level="alarm",
+        when="the recorder noted a fault of its own (event recorder_error)",
+        threshold=None,
+        page="overview",
     ),
     "unreadable": Rule(level="alarm", when="a part file cannot be read", threshold=None, page="overview"),
     "collapsed": Rule(
