@@ -26,6 +26,7 @@ from recorder.manifest import (
     read_manifest,
     run_status,
 )
+from recorder.run_metrics import RunMetrics
 from recorder.schema import PHASES, SCHEMAS, TABLES, lists_to_matrix, only
 from recorder.storage import Place
 
@@ -48,7 +49,7 @@ class Segment:
     last_step: int
 
 
-class Run:
+class Run(RunMetrics):
     """One recorded run, finished or still growing.
 
     What has been read is kept until `refresh`, so calls may be repeated freely; frames are the caller's own.
@@ -78,7 +79,10 @@ class Run:
         self._layers: OrderedDict[Hashable, pa.Table] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, status={self.status!r}, last_step={self.last_step})"
+        steps = "no steps yet" if self.last_step is None else f"last step {self.last_step}"
+        sizes = sorted({(layer.get("num_experts"), layer.get("top_k")) for layer in self.moe_layers}, key=str)
+        of = ", ".join(f"E={num_experts} k={top_k}" for num_experts, top_k in sizes)
+        return f"<Run {self.run_id!r} ({self.name}): {self.status}, {steps}; {len(self.moe_layers)} MoE layers {of}>"
 
     @property
     def run_id(self) -> str:

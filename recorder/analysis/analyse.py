@@ -122,9 +122,7 @@ def _stored(run: Run, plan: Plan) -> Analysis | None:
     return Analysis(load, read_jobs=len(plan.jobs))
 
 
-def _analyse(
-    run: Run, executor: Executor | None, keep: bool, progress: Callable[[int, int], None] | None
-) -> Analysis:
+def _analyse(run: Run, executor: Executor | None, keep: bool, progress: Callable[[int, int], None] | None) -> Analysis:
     plan = plan_analysis(run)
     found = _stored(run, plan)
     if found is not None:
@@ -161,30 +159,28 @@ def _analyse(
 def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, str | None]]:
     """The result of each job, in order, and what went wrong. Few tasks are under way at once."""
     ahead = _AHEAD * getattr(executor, "_max_workers", _MANY_WORKERS)
-    tasks = deque((index, task) for index, job in enumerate(jobs) for task in job.tasks)
-    under_way: deque[tuple[int, Future[Counts]]] = deque()
+    tasks = deque(task for job in jobs for task in job.tasks)
+    under_way: deque[Future[Counts]] = deque()
 
     def hand_out() -> None:
         while tasks and len(under_way) < ahead:
-            index, task = tasks.popleft()
-            under_way.append((index, executor.submit(run_task, task)))
+            under_way.append(executor.submit(run_task, tasks.popleft()))
 
     try:
-        for index, job in enumerate(jobs):
+        for job in jobs:
             pieces: list[Counts] = []
             problem = None
             for _ in job.tasks:
                 hand_out()
-                _, future = under_way.popleft()
                 try:
-                    pieces.append(future.result())
+                    pieces.append(under_way.popleft().result())
                 except (FileNotFoundError, StorageError):
                     raise
                 except (OSError, ValueError, pa.ArrowException) as error:
                     problem = f"{_what(job)}: {(str(error).splitlines() or [type(error).__name__])[0]}"
             yield (merge_probes(pieces) if isinstance(job.tasks[0], ProbeTask) else _sum(pieces)), problem
     finally:
-        for _, future in under_way:
+        for future in under_way:
             future.cancel()
 
 

@@ -105,9 +105,7 @@ def _count_transitions(
     counts.add(Key("transitions", phase, choices.layer, router, f"{then.layer},{after}"), pairs)
 
 
-def _count_tokens(
-    counts: Counts, phase: str, router: int, choices: Choices, tokens: Tokens, num_experts: int
-) -> None:
+def _count_tokens(counts: Counts, phase: str, router: int, choices: Choices, tokens: Tokens, num_experts: int) -> None:
     place = (phase, choices.layer, router)
     rows = tokens.of(choices.token_T)
     known = rows >= 0

@@ -84,7 +84,7 @@ def moments(folder: Place, parts: Iterable[PartFile], routers: Mapping[int, int]
 
 
 def moment_of(rows: pa.Table, routers: Mapping[int, int]) -> Moment | None:
-    """The moment that these rows of `decisions`, all of one step, phase and segment, make; None where there are none."""
+    """The moment that these rows of `decisions`, all of one step, phase and segment, make; None without rows."""
     gathered: _Gathered | None = None
     for key, place, piece in _pieces(rows, routers):
         gathered = gathered or _Gathered(key)

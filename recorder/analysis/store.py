@@ -50,9 +50,7 @@ class Store:
         storage.make_folder(self._folder)
         storage.make_folder(self._partials)
         table = counts.as_table()
-        storage.write(
-            self._partials / f"{name}.parquet", lambda file: pq.write_table(table, file, compression="zstd")
-        )
+        storage.write(self._partials / f"{name}.parquet", lambda file: pq.write_table(table, file, compression="zstd"))
 
     def write_tables(self, tables: Mapping[str, pa.Table], digest: str, jobs: Iterable[str]) -> None:
         """Keep the tables, and of the partial results only those of these jobs.

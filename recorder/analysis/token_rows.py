@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from recorder import storage
 from recorder.analysis.scan import Moment
 from recorder.catalog import fill_defaults
-from recorder.parts import PartFile, RowGroups, read_footer
+from recorder.parts import Footer, PartFile, read_footer
 from recorder.schema import SCHEMAS, conform
 from recorder.storage import Place
 
@@ -52,8 +52,8 @@ class TokenRows:
 
     def __init__(self, folder: Place, parts: Sequence[PartFile]) -> None:
         self._folder = folder
-        self._groups: list[tuple[PartFile, RowGroups]] = [
-            (part, read_footer(folder / part.name, part.stored).groups) for part in parts
+        self._footers: list[tuple[PartFile, Footer]] = [
+            (part, read_footer(folder / part.name, part.stored)) for part in parts
         ]
         self._kept: OrderedDict[tuple[PartFile, int], pa.Table] = OrderedDict()
 
@@ -61,9 +61,9 @@ class TokenRows:
         """The tokens of a moment, by rank; none where none were recorded."""
         at = {"step": moment.step, "phase": moment.phase, "segment": moment.segment}
         found = [
-            _equal(self._read(part, group), at)
-            for part, groups in self._groups
-            for group in groups.select(phase=moment.phase, step=moment.step, segment=moment.segment)
+            _equal(self._read(part, footer, group), at)
+            for part, footer in self._footers
+            for group in footer.groups.select(phase=moment.phase, step=moment.step, segment=moment.segment)
         ]
         if not found:
             return {}
@@ -75,10 +75,10 @@ class TokenRows:
             return {int(ranks[0]): _tokens(rows)}
         return {rank: _tokens(rows.filter(pa.array(ranks == rank))) for rank in np.unique(ranks).tolist()}
 
-    def _read(self, part: PartFile, group: int) -> pa.Table:
+    def _read(self, part: PartFile, footer: Footer, group: int) -> pa.Table:
         place = (part, group)
         if place not in self._kept:
-            with storage.parquet_file(self._folder / part.name, stored=part.stored) as file:
+            with storage.parquet_file(self._folder / part.name, footer.metadata, part.stored) as file:
                 rows = file.read_row_group(group, use_threads=False)
             self._kept[place] = fill_defaults(conform(rows, SCHEMAS["tokens"]))
             if len(self._kept) > _KEPT_GROUPS:
