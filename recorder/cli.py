@@ -377,6 +377,35 @@ def compact(
     print(f"{path}: {done.parts_before} parts -> {done.parts_after}, {sizes}")
 
 
+@cli.command("analyse")
+def analyse_(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path or URI, or its id in runs/ or sample_runs/.")],
+    scheduler: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="A Dask scheduler, such as tcp://host:8786; threads here by default."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> int:
+    """Count what all decisions of a run say, and keep the counts with the run."""
+    from .analysis.command import ClusterError, analyse_run
+
+    opened = _open_run(run)
+    try:
+        report = analyse_run(opened, scheduler, in_terminal=sys.stderr.isatty())
+    except ClusterError as error:
+        raise CommandError(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{opened.path}: {error}", FAILED) from None
+    for problem in report.problems:
+        _warn(f"{opened.path}: cannot be read, and is left out: {problem}")
+    if as_json:
+        _print_json(report.as_json())
+    else:
+        print(report.headline)
+        _print_table(report.columns, report.rows)
+    return FAILED if report.problems else DONE
+
+
 @cli.command()
 def layout(
     what: Annotated[
