@@ -161,6 +161,21 @@ def diagnosis(run: Run) -> list[Finding]:
     return _frame(*_key(run), "diagnosis", (), lambda: diagnose(run))
 
 
+def router(run: Run, layer: int) -> int | None:
+    """The number of a layer's router; of the first where it has several, None where nobody numbered them."""
+    number = _layer(run, layer).get("router")
+    return None if number is None else int(number)
+
+
+def of_run(run: Run, method: str, *arguments: Any) -> Any:
+    """`run.<method>(*arguments)` of `recorder.run_metrics`: a question to the counts of all decisions. Cached.
+
+    The first question counts them, in memory, where `routescope analyse` has not kept the counts with the run.
+    """
+    with st.spinner("Counting every recorded decision, once ..."):
+        return _frame(*_key(run), method, arguments, lambda: getattr(run, method)(*arguments))
+
+
 def steps(run: Run, phase: str | None = MAIN) -> pd.DataFrame:
     """`run.steps(phase)`; all phases with None. Of a step recorded twice the later row. Cached."""
     phase = _phase(run, phase)

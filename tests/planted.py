@@ -60,7 +60,7 @@ class Planted:
     @property
     def probes(self) -> list[int]:
         """The steps of the probes."""
-        every = self.steps // max(len(self.moves), 1)
+        every = (self.steps - 1) // max(len(self.moves), 1)
         return [number * every for number in range(len(self.moves) + 1)] if self.moves else []
 
     def mover_of(self) -> np.ndarray:
