@@ -176,6 +176,20 @@ def of_run(run: Run, method: str, *arguments: Any) -> Any:
         return _frame(*_key(run), method, arguments, lambda: getattr(run, method)(*arguments))
 
 
+def load_of_decisions(run: Run, layer: int, phase: str) -> np.ndarray:
+    """Assignments per expert over all recorded decisions of a layer, int64 (E,); zeros where there are none. Cached."""
+    with st.spinner("Counting every recorded decision, once ..."):
+        key = (layer, phase)
+        rows = _frame(
+            *_key(run),
+            "load_of_decisions",
+            key,
+            lambda: run.analysis().frame("loads", phase=phase, layer=layer, router=router(run, layer)),
+        )
+    loads = [np.asarray(load, dtype=np.int64) for load in rows["load"]]
+    return loads[0] if loads else np.zeros(int(_layer(run, layer).get("num_experts") or 1), dtype=np.int64)
+
+
 def steps(run: Run, phase: str | None = MAIN) -> pd.DataFrame:
     """`run.steps(phase)`; all phases with None. Of a step recorded twice the later row. Cached."""
     phase = _phase(run, phase)

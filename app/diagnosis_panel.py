@@ -12,6 +12,7 @@ from recorder.reader import Run
 
 _MOST = 6
 _SIGNS = {"alarm": ":material/error:", "note": ":material/info:", "good": ":material/check_circle:"}
+_LEADS_TO = ":material/arrow_forward:"
 _COLOURS = {"alarm": "red", "note": "gray", "good": "green"}
 
 
@@ -63,7 +64,7 @@ def _draw(run: Run, findings: Sequence[Finding], key: str, start: int, reference
             place = place_of(finding)
             if place is None and reference is not None:
                 place = "Open its overview"
-            if place is not None and st.button(place, key=f"{key}_{number}", type="tertiary"):
+            if place is not None and st.button(place, key=f"{key}_{number}", type="tertiary", icon=_LEADS_TO):
                 chosen = {} if reference is None else {"run": reference}
                 where = {"layer": finding.layer, "step": finding.step, "expert": None, "phase": data.linked_phase(run)}
                 navigation.go(finding.page, **chosen, **(where if finding.page == "replay" else {}))

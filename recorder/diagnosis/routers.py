@@ -114,7 +114,7 @@ def _balance(rows: RouterRows, load_SE: np.ndarray, steps_S: np.ndarray, window:
 def _collapsed(rows: RouterRows, first: int, load_SE: np.ndarray, steps_S: np.ndarray, window: int) -> Finding:
     last_E = load_SE[max(first, len(load_SE) - max(window, metrics.WINDOW)) :].sum(axis=0)
     number, share = balance.concentration(last_E)
-    step = int(steps_S[first])
+    step = int(steps_S[first if first else window - 1])  # at once collapsed, its first window shows it as a whole
     when = f"at step {step:,}" if first else f"within its first {window:,} steps"
     text = (
         f"{rows.title} collapsed {when}: {number:,} of {load_SE.shape[1]:,} experts take {share:.0%} of the assignments"

@@ -148,7 +148,7 @@ def test_a_collapse_of_a_few_steps_is_noise(tmp_path):
 def test_collapsed_from_the_start(tmp_path):
     run = write_planted(tmp_path / "run", Planted(collapse={1: Collapse(step=0, experts=(4, 6))}))
     (finding,) = found(run, "collapsed")
-    assert finding.step == 0
+    assert finding.step == WINDOW - 1
     assert finding.text.startswith("Layer 1 collapsed within its first 20 steps: ")
 
 
