@@ -75,6 +75,21 @@ def test_executors_agree_to_the_last_digit(run, kind):
         same_tables(alone, analyse(run, executor=pool, keep=False))
 
 
+def test_only_what_is_asked_for_is_counted(run):
+    whole = analyse(run, keep=False)
+    some = analyse(run, tables=["loads", "coactivation"])
+    assert some.kept == "not asked for"
+    assert not (run.path / "analysis").exists()
+    for name in whole.tables:
+        if name in ("loads", "coactivation"):
+            assert some.table(name).equals(whole.table(name))
+        else:
+            assert some.table(name).num_rows == 0, name
+    assert analyse(run, tables=["settling"]).table("settling").equals(whole.table("settling"))
+    with pytest.raises(ValueError, match="unknown table 'load'"):
+        analyse(run, tables=["load"])
+
+
 class TestKept:
     def test_only_new_parts_are_counted(self, tmp_path):
         writer = record(tmp_path / "run", steps=range(4), probes=())
