@@ -382,7 +382,7 @@ def analyse_(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path or URI, or its id in runs/ or sample_runs/.")],
     scheduler: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="A Dask scheduler, such as tcp://host:8786; threads here by default."),
+        typer.Option(metavar="ADDRESS", help="A Dask scheduler (tcp://host:8786); threads by default."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
 ) -> int:

@@ -293,7 +293,7 @@ class RunMetrics:
         routers = sorted(set(rows["router"].tolist()))
         if len(routers) > 1:
             raise ValueError(f"layer {layer} has routers {routers}: name one")
-        known = {item.get("index") for item in self._run.moe_layers}
+        known = {int(item["index"]) for item in self._run.moe_layers if item.get("index") is not None}
         if not len(rows) and known and layer not in known:
             raise ValueError(f"layer {layer} is no MoE layer of {self._run.run_id}; those are {sorted(known)}")
         if there and not len(rows):

@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -59,8 +59,7 @@ class Analysis:
         Raises:
             ValueError: an unknown table.
         """
-        if name not in TABLES:
-            raise ValueError(f"unknown table {name!r}; there are {', '.join(TABLES)}")
+        _check_table(name)
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         rows = self._loaded[name]
@@ -78,6 +77,7 @@ class Analysis:
 def analyse(
     run: Run,
     *,
+    tables: Sequence[str] = TABLES,
     executor: Executor | None = None,
     keep: bool = True,
     progress: Callable[[int, int], None] | None = None,
@@ -86,6 +86,7 @@ def analyse(
 
     Args:
         run: as it is now; look for new parts with its `refresh` first.
+        tables: count only what these need, which may be much less; the others are then empty, and nothing is kept.
         executor: any of concurrent.futures, or a Dask cluster's `Client.get_executor(pure=False)`, whose workers see
             the run at the same path; None = threads of this process.
         keep: write results into the run's folder, `analysis/`, and take them from there the next time. Where the
@@ -93,22 +94,27 @@ def analyse(
         progress: told how many jobs are done, and of how many.
 
     Raises:
+        ValueError: an unknown table.
         StorageError: the object store cannot be reached.
     """
-    for _ in range(_ATTEMPTS):
+    for name in tables:
+        _check_table(name)
+    found = stored_analysis(run)
+    if found is not None:
+        return found
+    for attempt in range(_ATTEMPTS):
         try:
-            return _analyse(run, executor, keep, progress)
+            return _count(run, plan_analysis(run, tables), executor, keep and set(tables) == set(TABLES), progress)
         except FileNotFoundError:  # a compaction replaced a part
+            if attempt == _ATTEMPTS - 1:
+                raise
             run.refresh()
-    return _analyse(run, executor, keep, progress)
+    raise AssertionError("unreachable")
 
 
 def stored_analysis(run: Run) -> Analysis | None:
     """What an earlier `analyse` kept with the run, where that is still all of it; None otherwise."""
-    return _stored(run, plan_analysis(run))
-
-
-def _stored(run: Run, plan: Plan) -> Analysis | None:
+    plan = plan_analysis(run)
     store = Store(run.path)
     if store.read_table(TABLES[-1], plan.digest) is None:  # the last one written
         return None
@@ -122,11 +128,9 @@ def _stored(run: Run, plan: Plan) -> Analysis | None:
     return Analysis(load, read_jobs=len(plan.jobs))
 
 
-def _analyse(run: Run, executor: Executor | None, keep: bool, progress: Callable[[int, int], None] | None) -> Analysis:
-    plan = plan_analysis(run)
-    found = _stored(run, plan)
-    if found is not None:
-        return found
+def _count(
+    run: Run, plan: Plan, executor: Executor | None, keep: bool, progress: Callable[[int, int], None] | None
+) -> Analysis:
     store = Store(run.path)
     there = store.partials()
     why_not = None if keep else "not asked for"
@@ -182,6 +186,11 @@ def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, str 
     finally:
         for future in under_way:
             future.cancel()
+
+
+def _check_table(name: str) -> None:
+    if name not in TABLES:
+        raise ValueError(f"unknown table {name!r}; there are {', '.join(TABLES)}")
 
 
 def run_task(task: Task) -> Counts:

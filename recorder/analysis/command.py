@@ -32,7 +32,7 @@ class Report:
     details: dict[str, Any]
 
     def as_json(self) -> dict[str, Any]:
-        """{run_id, path, kept, read_jobs, counted_jobs, problems, tables: {name: rows}, layers: [...]}; null = no value."""
+        """{run_id, path, kept, read_jobs, counted_jobs, problems, tables: {name: rows}, layers: [{column: value}]}."""
         layers = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         document: dict[str, Any] = plain(self.details | {"problems": self.problems, "layers": layers})
         return document

@@ -13,9 +13,15 @@ from recorder.merge import kept_rows
 from recorder.parts import PartFile
 from recorder.storage import Place
 
-#: Cells of a count by token id: token id * this + expert, and the last one for the token's occurrences.
-VOCABULARY_WIDTH = 1 << 20
-OCCURRENCE = VOCABULARY_WIDTH - 1
+#: Cells of a count by token id: token id * width + expert, and the last one of each for the token's occurrences. The
+#: width is in the key; this one where the number of experts is not known.
+_WIDEST = 1 << 20
+
+#: The tables that need what the `tokens` table tells.
+TOKEN_TABLES = frozenset({"domains", "vocabulary", "repeats", "positions"})
+
+#: Phase, layer and router.
+Place3 = tuple[str, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,7 @@ class DecisionTask:
     token_parts: tuple[PartFile, ...]
     segment_starts: Mapping[int, int]
     routers: RouterMap
+    tables: tuple[str, ...]
 
     def count(self) -> Counts:
         """Read the parts once and count.
@@ -51,27 +58,35 @@ class DecisionTask:
         """
         counts = Counts()
         tokens = TokenRows(self.run / "tokens", self.token_parts)
+        with_tokens = bool(TOKEN_TABLES.intersection(self.tables))
         for moment in moments(self.run / "decisions", self.parts, self.routers.of_layer):
             if kept_rows(np.array([moment.step]), np.array([moment.segment]), self.segment_starts).all():
-                _count_moment(counts, moment, tokens.of(moment), self.routers)
+                self._count(counts, moment, tokens.of(moment) if with_tokens else {})
         return counts
 
-
-def _count_moment(counts: Counts, moment: Moment, tokens: Mapping[int, Tokens], routers: RouterMap) -> None:
-    for rank in sorted({rank for rank, _ in moment.choices}):
-        there = [router for other, router in moment.choices if other == rank]
-        if rank in tokens:
-            _note_texts(counts, tokens[rank])
-        for router in there:
-            choices = moment.choices[rank, router]
-            num_experts = _num_experts(choices, router, routers)
-            _count_choices(counts, moment.phase, router, choices, num_experts)
-            after = routers.next(router, there)
-            if after is not None:
-                then = moment.choices[rank, after]
-                _count_transitions(counts, moment.phase, router, after, choices, then, routers)
+    def _count(self, counts: Counts, moment: Moment, tokens: Mapping[int, Tokens]) -> None:
+        for rank in sorted({rank for rank, _ in moment.choices}):
+            there = [router for other, router in moment.choices if other == rank]
             if rank in tokens:
-                _count_tokens(counts, moment.phase, router, choices, tokens[rank], num_experts)
+                _note_texts(counts, tokens[rank])
+            for router in there:
+                choices = moment.choices[rank, router]
+                num_experts = _num_experts(choices, router, self.routers)
+                place = (moment.phase, choices.layer, router)
+                _count_loads(counts, place, choices, num_experts)
+                if "coactivation" in self.tables:
+                    together_EE = metrics.count_coactivation(choices.expert_ids_TK, num_experts)
+                    counts.add(Key("coactivation", *place), together_EE)
+                after = self.routers.next(router, there)
+                if after is not None and "transitions" in self.tables:
+                    then = moment.choices[rank, after]
+                    others = _num_experts(then, after, self.routers)
+                    pairs = _count_transitions(choices, then, num_experts, others)
+                    counts.add(Key("transitions", *place, f"{then.layer},{after}"), pairs)
+                if rank in tokens:
+                    width = self.routers.num_experts.get(router, 0) + 1
+                    width = width if width > num_experts else _WIDEST
+                    _count_tokens(counts, place, choices, tokens[rank], num_experts, width)
 
 
 def _num_experts(choices: Choices, router: int, routers: RouterMap) -> int:
@@ -79,34 +94,25 @@ def _num_experts(choices: Choices, router: int, routers: RouterMap) -> int:
     return max(routers.num_experts.get(router, 0), int(choices.expert_ids_TK.max(initial=0)) + 1)
 
 
-def _count_choices(counts: Counts, phase: str, router: int, choices: Choices, num_experts: int) -> None:
+def _count_loads(counts: Counts, place: Place3, choices: Choices, num_experts: int) -> None:
     ids_TK = choices.expert_ids_TK
-    place = (phase, choices.layer, router)
-    together_EE = metrics.count_coactivation(ids_TK, num_experts)
     routed = (ids_TK >= 0).any(axis=1)
-    counts.add(Key("coactivation", *place), together_EE)
     counts.add(Key("tokens", *place), np.array([routed.sum()], dtype=np.int64))
-    counts.add(Key("load", *place), np.diagonal(together_EE).copy())
+    counts.add(Key("load", *place), metrics.count_load(ids_TK, num_experts)[0])
     counts.add(Key("first_choices", *place), metrics.count_load(ids_TK[:, 0], num_experts)[0])
 
 
-def _count_transitions(
-    counts: Counts, phase: str, router: int, after: int, choices: Choices, then: Choices, routers: RouterMap
-) -> None:
+def _count_transitions(choices: Choices, then: Choices, num_experts: int, others: int) -> np.ndarray:
     now_TK, then_TK = choices.expert_ids_TK, then.expert_ids_TK
     if not np.array_equal(choices.token_T, then.token_T):
-        _, mine, others = np.intersect1d(choices.token_T, then.token_T, assume_unique=True, return_indices=True)
-        now_TK, then_TK = now_TK[mine], then_TK[others]
-    if not len(now_TK):
-        return
-    pairs = metrics.count_pairs(
-        now_TK, then_TK, _num_experts(choices, router, routers), _num_experts(then, after, routers)
-    )
-    counts.add(Key("transitions", phase, choices.layer, router, f"{then.layer},{after}"), pairs)
+        _, mine, theirs = np.intersect1d(choices.token_T, then.token_T, assume_unique=True, return_indices=True)
+        now_TK, then_TK = now_TK[mine], then_TK[theirs]
+    return metrics.count_pairs(now_TK, then_TK, num_experts, others)
 
 
-def _count_tokens(counts: Counts, phase: str, router: int, choices: Choices, tokens: Tokens, num_experts: int) -> None:
-    place = (phase, choices.layer, router)
+def _count_tokens(
+    counts: Counts, place: Place3, choices: Choices, tokens: Tokens, num_experts: int, width: int
+) -> None:
     rows = tokens.of(choices.token_T)
     known = rows >= 0
     rows, ids_TK = rows[known], choices.expert_ids_TK[known]
@@ -128,14 +134,14 @@ def _count_tokens(counts: Counts, phase: str, router: int, choices: Choices, tok
     named = routed & (tokens.token_id_T[rows] >= 0)
     token_id_T, named_TK = tokens.token_id_T[rows][named], ids_TK[named]
     if len(token_id_T):
-        key = Key("vocabulary", *place)
-        cells_TK = token_id_T[:, None] * VOCABULARY_WIDTH + named_TK
+        key = Key("vocabulary", *place, str(width))
+        cells_TK = token_id_T[:, None] * width + named_TK
         counts.see(key, cells_TK[named_TK >= 0])
-        counts.see(key, token_id_T * VOCABULARY_WIDTH + OCCURRENCE)
+        counts.see(key, token_id_T * width + width - 1)
 
 
 def _count_domains(
-    counts: Counts, place: tuple[str, int, int], tokens: Tokens, rows: np.ndarray, ids_TK: np.ndarray, num_experts: int
+    counts: Counts, place: Place3, tokens: Tokens, rows: np.ndarray, ids_TK: np.ndarray, num_experts: int
 ) -> None:
     """For each domain its tokens, then its load, (1 + E,)."""
     domain_T = tokens.domain_T[rows]

@@ -75,14 +75,16 @@ class Sparse:
             self._merge(*_counted(seen))
 
     def _merge(self, cells: np.ndarray, counts: np.ndarray) -> None:
-        if not len(self._cells):
-            self._cells, self._counts = cells, counts
+        if not len(self._cells) or not len(cells):
+            self._cells, self._counts = (self._cells, self._counts) if len(self._cells) else (cells, counts)
             return
-        union = np.union1d(self._cells, cells)
-        total = np.zeros(len(union), dtype=np.int64)
-        total[np.searchsorted(union, self._cells)] += self._counts
-        total[np.searchsorted(union, cells)] += counts
-        self._cells, self._counts = union, total
+        # two sorted runs: a stable sort merges them in one pass
+        both = np.concatenate([self._cells, cells])
+        order = np.argsort(both, kind="stable")
+        both = both[order]
+        starts = np.flatnonzero(np.append(True, both[1:] != both[:-1]))
+        self._cells = both[starts]
+        self._counts = np.add.reduceat(np.concatenate([self._counts, counts])[order], starts)
 
 
 class Counts:
@@ -181,7 +183,9 @@ def _counted(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         times = np.bincount(seen - low)
         found = np.flatnonzero(times)
         return found + low, times[found]
-    return np.unique(seen, return_counts=True)
+    seen = np.sort(seen)
+    starts = np.flatnonzero(np.append(True, seen[1:] != seen[:-1]))
+    return seen[starts], np.diff(np.append(starts, len(seen)))
 
 
 def _filled_up(counts: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -15,12 +15,16 @@ import numpy as np
 from recorder.analysis.count_decisions import DecisionTask, RouterMap
 from recorder.analysis.count_stats import StatsTask
 from recorder.analysis.settling import PHASE, ProbeTask
+from recorder.analysis.tables import TABLES
 from recorder.parts import Footer, PartFile, part_rank
 from recorder.reader import Run
 
 #: Raised whenever a count changes its meaning, so that stored ones are made anew.
 VERSION = 1
 _PROBE_TASKS = 8
+#: Which tables come of which kind of task; the rest, `stats`, of the statistics.
+PROBE_TABLES = frozenset({"settling", "fluctuation"})
+DECISION_TABLES = frozenset(TABLES) - PROBE_TABLES - {"stats"}
 
 Task = DecisionTask | StatsTask | ProbeTask
 Live = Sequence[tuple[PartFile, Footer]]
@@ -52,14 +56,14 @@ class _Range:
     last_step: int
 
 
-def plan_analysis(run: Run) -> Plan:
-    """What is to be done for a run as it is now."""
+def plan_analysis(run: Run, tables: Sequence[str] = TABLES) -> Plan:
+    """What is to be done for these tables of a run as it is now."""
     routers = _router_map(run)
     starts = run.segment_starts
     decisions, tokens = run.table("decisions").live(), run.table("tokens").live()
     token_ranges = [(part, _range(footer)) for part, footer in tokens if footer.num_rows]
     jobs = []
-    for parts, span in _closed(decisions):
+    for parts, span in _closed(decisions) if DECISION_TABLES.intersection(tables) else []:
         overlapping = tuple(
             part for part, of in token_ranges if of.first_step <= span.last_step and span.first_step <= of.last_step
         )
@@ -69,14 +73,16 @@ def plan_analysis(run: Run) -> Plan:
             token_parts=overlapping,
             segment_starts=_relevant(starts, span),
             routers=routers,
+            tables=tuple(sorted(DECISION_TABLES.intersection(tables))),
         )
-        jobs.append(_job("decisions", [task], [_named(parts), _named(overlapping), task.segment_starts, routers]))
-    for part, footer in run.table("layer_stats").live():
+        depends_on = [_named(parts), _named(overlapping), task.segment_starts, routers, task.tables]
+        jobs.append(_job("decisions", [task], depends_on))
+    for part, footer in run.table("layer_stats").live() if "stats" in tables else []:
         if footer.num_rows:
             relevant = _relevant(starts, _range(footer))
             stats = StatsTask(run=run.path, parts=(part,), segment_starts=relevant, router_of_layer=routers.of_layer)
             jobs.append(_job("layer_stats", [stats], [_named([part]), relevant, routers.of_layer]))
-    probes = _probe_tasks(run, routers)
+    probes = _probe_tasks(run, routers) if PROBE_TABLES.intersection(tables) else []
     if probes:
         those = [part for part, footer in decisions if footer.num_rows and _may_hold_probes(footer)]
         jobs.append(_job("settling", probes, [_named(those), starts, routers.of_layer]))

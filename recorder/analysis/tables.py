@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recorder.analysis.count_decisions import OCCURRENCE, VOCABULARY_WIDTH
 from recorder.analysis.counts import Counts, Key, Sparse
 from recorder.analysis.settling import rank_and_token
 
@@ -138,7 +137,7 @@ def _vocabulary(counts: Counts, schema: pa.Schema) -> pa.Table:
     ids = np.array(sorted(counts.texts), dtype=np.int64)
     texts = pa.array([counts.texts[token_id] for token_id in ids.tolist()], pa.string())
     for key in sorted(counts.sparse):
-        token_ids, columns = _token_columns(counts.sparse[key])
+        token_ids, columns = _token_columns(counts.sparse[key], int(key.detail))
         places = np.searchsorted(ids, token_ids)
         known = np.append(ids, -1)[places] == token_ids
         columns["text"] = texts.take(pa.array(places, mask=~known))
@@ -147,11 +146,11 @@ def _vocabulary(counts: Counts, schema: pa.Schema) -> pa.Table:
     return pa.concat_tables(pieces)
 
 
-def _token_columns(sparse: Sparse) -> tuple[np.ndarray, dict[str, Any]]:
+def _token_columns(sparse: Sparse, width: int) -> tuple[np.ndarray, dict[str, Any]]:
     """Token ids, ascending, and their occurrences, experts and counts, the most frequent expert first."""
     cells, times = sparse.items()
-    token_of, expert_of = cells // VOCABULARY_WIDTH, cells % VOCABULARY_WIDTH
-    total = expert_of == OCCURRENCE
+    token_of, expert_of = cells // width, cells % width
+    total = expert_of == width - 1
     token_ids, occurrences = token_of[total], times[total]
     token_of, expert_of, times = token_of[~total], expert_of[~total], times[~total]
     order = np.lexsort([expert_of, -times, token_of])
