@@ -19,7 +19,7 @@ _MIN_TOKENS_SHARE = 0.1  # of the uniform share: an expert used less is not name
 
 def together_order(share_EE: NDArray[np.float64]) -> NDArray[np.int64]:
     """Experts that fire together side by side. share_EE: N_ab / N_a; experts that nobody chose come last."""
-    used = ~np.isnan(share_EE).all(axis=1)
+    used = np.asarray(~np.isnan(share_EE).all(axis=1))
     return _used_first(np.sqrt(share_EE * share_EE.T), used)
 
 
@@ -28,7 +28,7 @@ def flow_orders(share_EF: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArr
 
     share_EF: rows sum to 1, or are NaN where nobody chose the expert; those come last.
     """
-    used = ~np.isnan(share_EF).any(axis=1)
+    used = np.asarray(~np.isnan(share_EF).any(axis=1))
     profile = np.nan_to_num(share_EF)
     length = np.sqrt((profile**2).sum(axis=1, keepdims=True))
     profile = profile / np.where(length > 0, length, 1)

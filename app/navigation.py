@@ -26,6 +26,7 @@ VIEWS = (
     View(name="overview", title="Overview", icon=":material/monitoring:"),
     View(name="replay", title="Replay", icon=":material/play_circle:"),
     View(name="tokens", title="Tokens", icon=":material/text_fields:"),
+    View(name="specialisation", title="Specialisation", icon=":material/category:"),
     View(name="coactivation", title="Co-activation", icon=":material/hub:"),
     View(name="settling", title="Settling", icon=":material/hourglass_bottom:"),
     View(name="layouts", title="Layouts", icon=":material/view_column:"),
@@ -34,14 +35,7 @@ VIEWS = (
     View(name="recording", title="Recording", icon=":material/fiber_manual_record:"),
 )
 # pages that show the run picked in the sidebar
-OF_ONE_RUN = (
-    "overview",
-    "replay",
-    "tokens",
-    "coactivation",
-    "settling",
-    "layouts",
-)
+OF_ONE_RUN = ("overview", "replay", "tokens", "specialisation", "coactivation", "settling", "layouts")
 
 
 def pages() -> list[Any]:

@@ -33,6 +33,7 @@ NAMES = (
     "step",
     "sequence",
     "expert",
+    "token",
     "phase",
     "window",
     "dispatch",

@@ -156,7 +156,7 @@ def _write_probe(writer: RunWriter, planted: Planted, number: int, step: int) ->
         phase="probe",
         sequence_T=np.arange(T) // 32,
         position_T=np.arange(T) % 32,
-        token_id_T=np.arange(T),
+        token_id_T=1000 + np.arange(T),  # of their own
         text_T=[f"probe{token}" for token in range(T)],
     )
     writer.log_step(step, phase="probe", tokens=T, ce_loss=3.0)

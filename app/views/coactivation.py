@@ -63,8 +63,8 @@ def _together(run: Run, layer: int, phase: str, load_E: np.ndarray) -> str | Non
     chance = coactivation.pair_chance(len(load_E), stats.top_k)
     limit = max(float(np.nanmax(_pairs(run, one, phase), initial=0)) for one in _layers_with_pairs(run, phase))
     st.caption(
-        "Experts that fire together stand side by side. Dark squares along the diagonal are groups of experts that "
-        "share their tokens; an even pale ground is chance. The diagonal itself says nothing and is left out."
+        "Experts that fire together stand side by side. Squares that stand out along the diagonal are groups of "
+        "experts that share their tokens; an even ground is chance. The diagonal itself says nothing and is left out."
     )
     order_E = coactivation.together_order(share_EE)
     title = coactivation.together_title(layer, share_EE, load_E, chance)
@@ -114,7 +114,7 @@ def _flow(run: Run, layer: int, phase: str, load_E: np.ndarray) -> None:
     st.subheader(f"From layer {layer} to layer {following}", anchor=False)
     st.caption(
         "Each row spreads the choices of an expert over the experts of the next MoE layer. Rows that all look alike "
-        "mean that the next layer does not care; a dark cell of its own is a path that tokens take together."
+        "mean that the next layer does not care; a cell that stands out is a path that tokens take together."
     )
     share_EF = frame.to_numpy(np.float64)
     taken_F = np.nansum(share_EF * load_E[:, None], axis=0) / load_E.sum()
