@@ -34,6 +34,8 @@ NAMES = (
     "sequence",
     "expert",
     "token",
+    "ranks",
+    "spares",
     "phase",
     "window",
     "dispatch",
