@@ -51,13 +51,18 @@ def test_readme_blocks_run(block, tmp_path):
 
 
 def test_a_plain_loop(tmp_path):
-    plain, resumed = block_of(OWN_MODEL, "A plain loop")
+    plain, writing, resumed = block_of(OWN_MODEL, "A plain loop")
     run_python(tmp_path, "-c", plain)
     run = sound(tmp_path / "runs" / "plain-loop")
     assert run.status == "finished"
     assert run.steps("train").tokens.tolist() == [2 * (4 * 16 - 5)] * 10
     assert run.load(0).sum(axis=1).tolist() == [2 * 2 * (4 * 16 - 5)] * 10
     assert run.steps("probe").step.tolist() == [4, 9]
+
+    run_python(tmp_path, "-c", writing)
+    run = sound(tmp_path / "runs" / "writing")
+    assert run.load(0, phase="generate").sum() == 2 * 2 * (8 + 5 - 1)  # the last token is written, not read
+    assert run.tokens(0, phase="generate").token_id.notna().all()
 
     run_python(tmp_path, "-c", resumed)
     run = sound(tmp_path / "runs" / "resumed")
