@@ -111,7 +111,7 @@ def test_a_router_of_your_own(tmp_path):
 def test_the_notebook(tmp_path):
     (tmp_path / "sample_runs").symlink_to(ROOT / "sample_runs")
     printed = run_python(tmp_path, str(ROOT / "docs" / "notebook.py")).stdout
-    plain, planned, spare = [float(value) for value in re.findall(r"^(?:experts in|a plan).*: ([\d.]+)$", printed, re.M)]
+    plain, planned, spare = [float(value) for value in re.findall(r"(?m)^(?:experts in|a plan).*: ([\d.]+)$", printed)]
     assert plain >= planned > spare >= 1
     assert "without specialisation: 0.25" in printed
 
