@@ -30,6 +30,12 @@ def active(found: list[jobs.Job]) -> list[jobs.Job]:
     return running
 
 
+def elsewhere(found: list[jobs.Job]) -> list[data.Listed]:
+    """Running runs that none of these recordings writes: those of people's own scripts."""
+    ours = {job.run_path for job in found}
+    return [run for run in data.listed() if run.info.status == "running" and run.path not in ours]
+
+
 def just_ended(found: list[jobs.Job]) -> list[jobs.Job]:
     """Those of `found` that this session saw running, that have ended, and that it is not done with."""
     waiting = _names(_SEEN) - _names(_DONE_WITH)

@@ -95,6 +95,13 @@ def observed_routing(
     of groups too. unsorted: ids come in no order and are put in that of their selection scores. No synchronisation
     with the device. Raises ValueError, naming the module's class, for shapes that do not fit together.
     """
+    given = {"logits_TE": logits_TE, "weights_TK": weights_TK, "expert_ids_TK": expert_ids_TK}
+    wrong = next((name for name, value in given.items() if not isinstance(value, Tensor)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{type(module).__name__}: {wrong} is {given[wrong]!r}, but a tensor is wanted; what a router does not "
+            "return, its adapter computes again from the router's input (args) and weights"
+        )
     T, K = expert_ids_TK.shape if expert_ids_TK.dim() == 2 else (-1, -1)
     whole = not (expert_ids_TK.is_floating_point() or expert_ids_TK.dtype == torch.bool)
     if logits_TE.dim() != 2 or len(logits_TE) != T or weights_TK.shape != expert_ids_TK.shape or not whole:

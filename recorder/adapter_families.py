@@ -21,7 +21,7 @@ SOFTMAX = (
     *("OlmoeTopKRouter", "FlexOlmoTopKRouter"),
     *("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter", "Qwen3_5MoeTopKRouter"),
     "Qwen3VLMoeTextTopKRouter",
-    *("GptOssTopKRouter", "AriaTextTopKRouter"),
+    "AriaTextTopKRouter",
     *("GraniteMoeTopKRouter", "GraniteMoeSharedTopKRouter", "GraniteMoeHybridTopKRouter", "GraniteMoeSWATopKRouter"),
     *("HunYuanMoEV1Gate", "JambaTopKRouter"),
     "Gemma4TextRouter",  # hands back probabilities
@@ -39,6 +39,7 @@ SIGMOID_GROUPED = (
 
 FAMILIES: tuple[RouterAdapter, ...] = (
     TransformersRouter(classes=SOFTMAX),
+    TransformersRouter(classes=("GptOssTopKRouter",), activation="clamped-glu"),
     TransformersRouter(classes=SOFTMAX_GROUPED, unsorted=True),
     TransformersRouter(
         classes=SIGMOID_GROUPED, score_function="sigmoid", bias_of=bias_attribute, group_limited=True, unsorted=True

@@ -27,7 +27,8 @@ class TransformersRouter(RouterAdapter):
 
     score_function: from logits to scores. bias_of: where the selection bias is, None without one. group_limited:
     whether the bias acts on the choice of groups too (num_group, topk_group; a group's score is the sum of its two
-    best). unsorted: whether its top-k leaves the order open. block: the module that holds router and experts.
+    best). unsorted: whether its top-k leaves the order open. activation: of its experts, where the config tells only
+    part of it. block: the module that holds router and experts.
     """
 
     classes: tuple[str, ...] = ()
@@ -35,6 +36,7 @@ class TransformersRouter(RouterAdapter):
     bias_of: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], Tensor | None] | None = None
     group_limited: bool = False
     unsorted: bool = False
+    activation: str | None = None
     block: nn.Module | None = None
 
     def bind(self, module: nn.Module, block: nn.Module | None) -> RouterAdapter:
@@ -55,7 +57,7 @@ class TransformersRouter(RouterAdapter):
             "score_function": self.score_function,
             "balancer": self._balancer(module, configs),
             "expert_d_ff": _whole([own[2]], *widths) or _whole(configs, "moe_intermediate_size", *widths, "d_ff"),
-            "activation": _GATED.get(act, f"{act}-glu") if gated and act else act,
+            "activation": self.activation or (_GATED.get(act, f"{act}-glu") if gated and act else act),
         }
 
     def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Observation:

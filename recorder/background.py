@@ -26,7 +26,7 @@ class Background:
         handle: Callable[[Any], None],
         *,
         max_bytes: int,
-        idle: Callable[[], None] = lambda: None,
+        idle: Callable[[], object] = lambda: None,
         idle_seconds: float = 1.0,
     ) -> None:
         self.error: BaseException | None = None

@@ -354,7 +354,7 @@ def verify(
         for problem in report.problems:
             print(problem)
         for note in report.notes:
-            _warn(f"{report.path}: {note}")
+            _warn(f"{report.path}: note: {note}")
         if not report.problems:
             print(report.summary)
     return FAILED if report.problems else DONE
@@ -504,25 +504,24 @@ def dispatch(
     print(f"tokens per expert: {min(load)} to {max(load)}, {load.count(0)} idle of {num_experts}")
     _print_table(*report_rows(report))
     print(f"routing is {report.routing_share:.1%} of the layer")
+    print("ms: median time; x dense, and that share: medians of the ratios within a round")
 
 
 def _open_run(text: str) -> Any:
     """The run at a path, or with that id in the usual folders."""
     from .reader import Run, RunNotFoundError, RunUnreadableError
-    from .storage import is_remote
 
-    place = _place(text)
     try:
-        return Run(place if is_remote(place) else _run_path(text))
+        return Run(_run_path(text))
     except (RunNotFoundError, RunUnreadableError) as error:
         raise CommandError(str(error), FAILED) from None
 
 
-def _run_path(text: str) -> Path:
-    """The folder at a path, or of that id in the usual folders, that holds a run.json."""
+def _run_path(text: str) -> Place:
+    """The folder at a path, or of that id in the usual folders, that holds a run.json; a URI is taken as it is."""
     place = _place(text)
     if not isinstance(place, Path):
-        raise CommandError(f"{place}: this works on runs on this machine; copy it here first")
+        return place
     candidates = [place, RUNS_FOLDER / text, Path("sample_runs") / text]
     for path in candidates:
         if (path / "run.json").exists():

@@ -3,12 +3,11 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pyarrow as pa
 
 from recorder import storage
-from recorder.manifest import STALE_AFTER_S, RunExistsError, read_manifest, run_status
+from recorder.manifest import STALE_AFTER_S, RunExistsError, leftover_manifests, read_manifest, run_status
 from recorder.parts import (
     Footer,
     PartFile,
@@ -41,10 +40,11 @@ class Compaction:
     bytes_after: int
 
 
-def compact_run(path: Path) -> Compaction:
+def compact_run(path: Place) -> Compaction:
     """Join the small parts that a run which ended without being closed has left, and delete its temporary files.
 
-    A resume of the run waits until this is done. Interrupted at any moment, the run reads as before.
+    A resume of the run waits until this is done, where there are locks: in an object store, see to it that nobody
+    resumes the run meanwhile. Interrupted at any moment, the run reads as before.
 
     Raises:
         RunExistsError: somebody still writes to it.
@@ -60,8 +60,7 @@ def compact_run(path: Path) -> Compaction:
             raise RunExistsError(f"{path} is still being written{by}; a run compacts itself when it ends")
         before = _all_parts(path)
         _refuse_other_ranks_at_work(path, manifest, before)
-        for temporary in path.glob(".run.json.*.tmp"):
-            temporary.unlink(missing_ok=True)
+        storage.remove(path, leftover_manifests(path))
         for table in TABLES:
             remove_leftovers(path / table)
             for rank in sorted({rank for name in list_parts(path / table) if (rank := part_rank(name)) is not None}):
@@ -75,11 +74,11 @@ def compact_run(path: Path) -> Compaction:
     )
 
 
-def _all_parts(path: Path) -> list[PartFile]:
+def _all_parts(path: Place) -> list[PartFile]:
     return [part for table in TABLES for part in list_parts(path / table).values()]
 
 
-def _refuse_other_ranks_at_work(path: Path, manifest: dict[str, object], parts: list[PartFile]) -> None:
+def _refuse_other_ranks_at_work(path: Place, manifest: dict[str, object], parts: list[PartFile]) -> None:
     """run.json tells of rank 0 alone: where that one was killed, the others may still be writing."""
     if manifest.get("status") != "running":
         return

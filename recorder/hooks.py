@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import platform
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -134,11 +136,7 @@ class RoutingRecorder:
                     "text": False,
                     "weights": "full" if writer_options.get("full_weights") else "rounded",
                 },
-                "versions": {
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
-                    "numpy": np.__version__,
-                },
+                "versions": _versions(),
                 "model": describe_model(model, found),
             },
             rank=rank,
@@ -222,12 +220,15 @@ class RoutingRecorder:
             token_ids=self._tokens,
             mask_T=mask_of(attention_mask),
         )
+        started = time.perf_counter()
         try:
             yield
         finally:
             self._open = outer
+        current.scalars.setdefault("wall_time_s", time.perf_counter() - started)
         given = GivenTokens()
-        if self._sites:  # a rank without routers to record saw no tokens to hold this against
+        # a rank without routers to record saw no tokens to hold this against, nor one whose routers could not be read
+        if self._sites and not current.misread:
             given = check_given(
                 current.first_stream,
                 decisions=current.decisions,
@@ -254,6 +255,7 @@ class RoutingRecorder:
     def log(self, **scalars: Any) -> None:
         """Numbers of the open step: loss, ce_loss, aux_loss, z_loss, grad_norm, learning_rate, wall_time_s.
 
+        wall_time_s is the time spent inside the context, in seconds, unless it is logged.
         Tensors of one element, numbers, or None. A tensor on a device is copied without waiting for it. Raises
         RuntimeError outside a step context, ValueError for other names and values.
         """
@@ -337,7 +339,7 @@ class RoutingRecorder:
             with torch.no_grad():
                 current.router_ran(site, site.adapter.read(site.module, args, kwargs, output))
 
-        self._guarded(f"reading router {site.name}", read)
+        current.misread |= not self._guarded(f"reading router {site.name}", read)
 
     def _check_new(self, step: int, phase: str) -> None:
         buffers.key(step, phase)
@@ -386,15 +388,17 @@ class RoutingRecorder:
                 "attached stay silent until torch.compiler.reset()",
             )
 
-    def _guarded(self, what: str, work: Callable[[], Any], *, step: int | None = None) -> None:
-        """Do it; a fault is noted."""
+    def _guarded(self, what: str, work: Callable[[], Any], *, step: int | None = None) -> bool:
+        """Do it and say whether that worked; a fault is noted."""
         try:
             work()
+            return True
         except Exception as error:
             kind = type(error).__name__
             first_line = next(iter(str(error).splitlines()), "")
             message = f"{what} failed: {kind}: {first_line}"
             self._note(f"{what}: {kind}", message, warn_once_for=kind, step=step)
+            return False
 
     def _note(
         self,
@@ -448,6 +452,12 @@ class RoutingRecorder:
         self._background.close()
         with contextlib.suppress(Exception):
             self._writer.flush()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    transformers = sys.modules.get("transformers")  # never imported from here
+    return found if transformers is None else found | {"transformers": transformers.__version__}
 
 
 def _scalar(name: str, value: Any) -> float | HostCopy | None:

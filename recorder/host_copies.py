@@ -50,7 +50,9 @@ class HostCopy:
 
 def _to_pinned(tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
     device = tensors[0].device
-    side = _streams.setdefault(device, torch.cuda.Stream(device)) if device not in _streams else _streams[device]
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    side = _streams[device]
     side.wait_stream(torch.cuda.current_stream(device))
     copies = []
     with torch.cuda.stream(side):

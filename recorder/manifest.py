@@ -196,6 +196,13 @@ def replace_manifest(path: Place, manifest: dict[str, Any], *, alone: bool = Fal
             raise RunExistsError(f"{path} is being written by another process") from None
 
 
+def leftover_manifests(path: Place) -> list[str]:
+    """Names of the temporary files that a process left which was killed while it replaced run.json."""
+    return sorted(
+        name for name in storage.names(path) if name.startswith(f".{MANIFEST_NAME}.") and name.endswith(".tmp")
+    )
+
+
 def _what_is_missing(path: Place) -> str:
     if path.is_dir():
         return f"it holds no {MANIFEST_NAME}"

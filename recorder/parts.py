@@ -263,7 +263,10 @@ def _ranks(column: pa.ChunkedArray) -> np.ndarray:
         return column.to_numpy()
     if not column.null_count and len(column) and pc.min_max(column)["min"] == pc.min_max(column)["max"]:
         return np.zeros(len(column), dtype=np.int64)  # a part of one phase, as most are
-    return pc.rank(column, sort_keys="ascending", null_placement="at_end", tiebreaker="dense").to_numpy()
+    encoded = column.combine_chunks().dictionary_encode()
+    values = encoded.dictionary.to_pylist()
+    rank_of = np.array([sorted(values).index(value) for value in values] + [len(values)])
+    return rank_of[encoded.indices.fill_null(len(values)).to_numpy()]
 
 
 def _in_order(keys: Sequence[np.ndarray]) -> bool:

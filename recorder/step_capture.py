@@ -106,6 +106,7 @@ class StepCapture:
         self.streams: dict[str, list[MicroBatch]] = {}
         self.misfits: list[str] = []  # what did not fit together, in words
         self.calls = 0  # of the model
+        self.misread = False  # a router's output could not be read
         self._sampling, self._token_ids, self._mask_T = sampling, token_ids, mask_T
         self._told: dict[str, Told] = {}
         self._since: dict[str, int] | None = None  # in a call of the model: where its micro-batches begin

@@ -51,13 +51,18 @@ def test_readme_blocks_run(block, tmp_path):
 
 
 def test_a_plain_loop(tmp_path):
-    plain, resumed = block_of(OWN_MODEL, "A plain loop")
+    plain, writing, resumed = block_of(OWN_MODEL, "A plain loop")
     run_python(tmp_path, "-c", plain)
     run = sound(tmp_path / "runs" / "plain-loop")
     assert run.status == "finished"
     assert run.steps("train").tokens.tolist() == [2 * (4 * 16 - 5)] * 10
     assert run.load(0).sum(axis=1).tolist() == [2 * 2 * (4 * 16 - 5)] * 10
     assert run.steps("probe").step.tolist() == [4, 9]
+
+    run_python(tmp_path, "-c", writing)
+    run = sound(tmp_path / "runs" / "writing")
+    assert run.load(0, phase="generate").sum() == 2 * 2 * (8 + 5 - 1)  # the last token is written, not read
+    assert run.tokens(0, phase="generate").token_id.notna().all()
 
     run_python(tmp_path, "-c", resumed)
     run = sound(tmp_path / "runs" / "resumed")
@@ -101,6 +106,22 @@ def test_a_router_of_your_own(tmp_path):
     (block,) = block_of(OWN_MODEL, "A router of your own")
     run_python(tmp_path, "-c", block)
     assert sound(tmp_path / "runs" / "my-gate").load(1).sum() == 64
+
+
+def test_the_notebook(tmp_path):
+    (tmp_path / "sample_runs").symlink_to(ROOT / "sample_runs")
+    printed = run_python(tmp_path, str(ROOT / "docs" / "notebook.py")).stdout
+    plain, planned, spare = [float(value) for value in re.findall(r"(?m)^(?:experts in|a plan).*: ([\d.]+)$", printed)]
+    assert plain >= planned > spare >= 1
+    assert "without specialisation: 0.25" in printed
+
+
+def test_analysis(tmp_path):
+    (tmp_path / "sample_runs").symlink_to(ROOT / "sample_runs")
+    printed = run_python(tmp_path, "-c", "\n".join(python_blocks(ROOT / "docs" / "analysis.md"))).stdout
+    costs = [float(line) for line in printed.splitlines() if re.fullmatch(r"1\.\d+", line)]
+    assert len(costs) == 2
+    assert costs[1] < costs[0]
 
 
 def test_links_lead_somewhere():

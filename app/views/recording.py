@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, data, folders, jobs, watch
+from app import charts, data, folders, jobs, navigation, watch
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve
 from app.figures.load_heatmap import load_heatmap
@@ -22,13 +22,13 @@ def render() -> None:
     """Draw the page: recordings in progress first, then those that have ended."""
     st.title("Recording")
     found = watch.all_jobs()
-    if not found:
+    if not found and not watch.elsewhere(found):
         st.info("Nothing is being recorded.", icon=":material/fiber_manual_record:")
         st.markdown("Open *Record a run* in the sidebar and press *Start*, or in a terminal:")
         target = folders.recording_folder(data.shown_folders())
         st.code(f"routescope record --balancer none --steps 400 --out {target or 'runs'}", "bash")
         return
-    st.fragment(_live, run_every=_REFRESH_S if watch.active(found) else None)()
+    st.fragment(_live, run_every=_REFRESH_S if watch.active(found) or watch.elsewhere(found) else None)()
 
 
 def _live() -> None:
@@ -41,6 +41,8 @@ def _live() -> None:
                 watch.open_run(job)
     for job in active:
         _progress(job)
+    for listed in watch.elsewhere(found):
+        _elsewhere(listed)
     for job in ended:
         _result(job)
     earlier = [job for job in found if job not in active and job not in ended][:_RECENT]
@@ -66,10 +68,26 @@ def _progress(job: jobs.Job) -> None:
         else:
             st.caption(f"Cancelling keeps every step recorded so far, {progress.done} of {progress.total} now.")
         if run is not None and progress.done:
-            _so_far(job, run)
+            _so_far(job.run_id, run)
 
 
-def _so_far(job: jobs.Job, run: Run) -> None:
+def _elsewhere(listed: data.Listed) -> None:
+    """A run that a script of the person's own records: how many steps it will have is not known here."""
+    run, _ = data.open_run(listed.path)
+    if run is None:
+        return
+    with st.container(border=True, key=f"elsewhere_{listed.reference}"):
+        with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
+            st.subheader(plain(run.name), anchor=False, width="content")
+            if st.button("Open the run", key=f"open_{listed.reference}"):
+                navigation.go("overview", run=listed.reference, step=None, layer=None)
+        done = "no step so far" if run.last_step is None else f"step {run.last_step}"
+        st.caption(f"Recorded by a process that was not started here: {done}. It is stopped where it was started.")
+        if run.last_step is not None:
+            _so_far(listed.reference, run)
+
+
+def _so_far(key: str, run: Run) -> None:
     theme = charts.theme()
     frame = data.steps(run)
     loss = Curve(
@@ -92,12 +110,12 @@ def _so_far(job: jobs.Job, run: Run) -> None:
             theme=theme,
             wrap_at=40,
         )
-        charts.show(figure, key=f"loss_{job.run_id}", alt=f"Training loss of {run.name} by step, so far.")
+        charts.show(figure, key=f"loss_{key}", alt=f"Training loss of {run.name} by step, so far.")
     with right:
         figure = load_heatmap(series, title="Load so far", theme=theme, wrap_at=60)
         charts.show(
             figure,
-            key=f"load_{job.run_id}",
+            key=f"load_{key}",
             alt=f"Load over the uniform share of each expert of {run.name} by step, so far.",
         )
 

@@ -125,7 +125,7 @@ def stored_analysis(run: Run) -> Analysis | None:
             raise ValueError(f"{run.path}: analysis/{name}.parquet is gone or damaged; run routescope analyse again")
         return table
 
-    return Analysis(load, read_jobs=len(plan.jobs))
+    return Analysis(load, problems=_known_problems(run), read_jobs=len(plan.jobs))
 
 
 def _count(
@@ -157,7 +157,13 @@ def _count(
     elif problems:
         why_not = "parts cannot be read"
     read = len(plan.jobs) - len(new)
-    return Analysis(tables.__getitem__, problems=problems, kept=why_not, read_jobs=read, counted_jobs=len(new))
+    return Analysis(
+        tables.__getitem__,
+        problems=[*_known_problems(run), *problems],
+        kept=why_not,
+        read_jobs=read,
+        counted_jobs=len(new),
+    )
 
 
 def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, str | None]]:
@@ -186,6 +192,12 @@ def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, str 
     finally:
         for future in under_way:
             future.cancel()
+
+
+def _known_problems(run: Run) -> list[str]:
+    """Parts that the run itself could not open, and so are in no plan."""
+    read = ("decisions/", "tokens/", "layer_stats/")
+    return [problem for problem in run.problems if problem.startswith(read)]
 
 
 def _check_table(name: str) -> None:

@@ -89,6 +89,15 @@ def _block(
         wrong = block_TLK.min() if block_TLK.min() < -1 else block_TLK.max()
         raise DumpError(dump.file, f"{request.name} has expert id {wrong}, expected -1 (none) or an expert")
     ids_TLK = block_TLK.astype(np.int32)
+    none_TLK = ids_TLK == -1
+    partly_TL = none_TLK.any(axis=2) & ~none_TLK.all(axis=2)
+    if partly_TL.any():
+        token, layer = np.argwhere(partly_TL)[0].tolist()
+        raise DumpError(
+            dump.file,
+            f"{request.name} has experts {ids_TLK[token, layer].tolist()} for token {first + token} in layer {layer}, "
+            "expected as many experts as top_k, or -1 for all",
+        )
     if ids_TLK.shape[2] > 1:  # no router takes expert 0 twice: the buffer was never written there
         ids_TLK[~ids_TLK.any(axis=2)] = -1
     here = slice(first, first + len(ids_TLK))

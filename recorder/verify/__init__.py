@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,10 +9,10 @@ import pyarrow as pa
 
 from recorder import storage
 from recorder.catalog import TableReader
-from recorder.manifest import RunUnreadableError, read_manifest
+from recorder.manifest import RunUnreadableError, leftover_manifests, read_manifest
 from recorder.parts import leftovers, part_rank
 from recorder.schema import SCHEMAS, TABLES
-from recorder.storage import Place, StorageError
+from recorder.storage import Place, StorageError, Where
 from recorder.verify.across import Across
 from recorder.verify.expected import Expected
 from recorder.verify.findings import Findings, Problem
@@ -34,7 +33,7 @@ class Report:
     `notes` are no faults: what an unfinished run has lost, and what a killed process left lying about.
     """
 
-    path: Path
+    path: Place
     run_id: str
     status: str
     parts: int
@@ -64,7 +63,7 @@ class Report:
         }
 
 
-def verify_run(path: str | Path) -> Report:
+def verify_run(path: Where) -> Report:
     """Read every part of a run, batch by batch, and check its rows.
 
     Found are: parts that cannot be read or are of another schema; keys that are there twice; numbers of experts, ids,
@@ -75,7 +74,7 @@ def verify_run(path: str | Path) -> Report:
     Raises:
         RunNotFoundError: no run at this path.
     """
-    path = Path(path)
+    path = storage.locate(path)
     findings = Findings()
     try:
         manifest = read_manifest(path)
@@ -102,7 +101,7 @@ def verify_run(path: str | Path) -> Report:
         rows += sum(footer.num_rows for _, footer in reader.live())
         size += reader.size
     Across(expected, findings, readers, digests).check()
-    notes = _notes(path, expected)
+    notes = _notes(path, expected) + _told_by_the_recorder(readers["events"])
     for fault in _wrong_ranks(expected, digests, writers):
         if expected.closed:
             findings.add("run.json", fault)
@@ -182,13 +181,23 @@ def _wrong_ranks(expected: Expected, digests: dict[str, pd.DataFrame], silent: s
     ]
 
 
-def _notes(path: Path, expected: Expected) -> list[str]:
+def _told_by_the_recorder(events: TableReader) -> list[str]:
+    """What the recorder itself could not do: rows that were never written cannot be missed."""
+    rows = events.whole().to_pandas()
+    told = rows[rows["kind"].isin(["recorder_error", "decisions_dropped"])]
+    return [
+        f"{len(group)} events {kind}, the first at step {group['step'].iloc[0]}: {group['message'].iloc[0]}"
+        for kind, group in told.groupby("kind")
+    ]
+
+
+def _notes(path: Place, expected: Expected) -> list[str]:
     notes = []
     if expected.status == "unfinished":
         notes.append("the run was never closed: what was not yet written when it stopped is lost")
     if expected.status != "running":
         left = [f"{table}/{name}" for table in TABLES for name in leftovers(path / table)]
-        left += sorted(file.name for file in path.glob(".run.json.*.tmp"))
+        left += leftover_manifests(path)
         if left:
             notes.append(f"{len(left)} temporary files were left by a killed process: `compact` removes them")
     return notes

@@ -1,5 +1,6 @@
 """The page of recordings, and the notices of them beside every page."""
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -146,3 +147,21 @@ def test_other_pages_tell_of_a_recording_until_it_is_seen(
     test.sidebar.button(key="notice_open_new").click().run()
     assert test.query_params["run"] == "new"
     assert not any("cancelled" in caption.value for caption in test.sidebar.caption)
+
+
+def test_a_script_of_ones_own_is_shown_too(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", RECORDER, str(shown / "mine"), "100000"])
+    try:
+        until(lambda: (shown / "mine" / "run.json").exists() and len(Run(shown / "mine").steps("train")) > 3)
+        test = open_page("recording")
+        text = words(test)
+        assert "Nothing is being recorded" not in text
+        assert r"A \*new\* run" in text
+        assert "Recorded by a process that was not started here: step " in text
+        assert "cancel_mine" not in {button.key for button in test.button}
+        test.button(key="open_mine").click().run()
+        assert not test.exception
+        assert test.query_params["run"] == "mine"
+    finally:
+        process.kill()
+        process.wait()

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from analysed_runs import LAYERS, answers_of, log_moment, record, slow_answers, slow_settling
 from toy_runs import NEVER, layer, model
@@ -262,8 +263,6 @@ class TestManyWriters:
 
     def test_another_writers_order_of_rows(self, tmp_path):
         """Token by token instead of router by router, without the columns that may be missing."""
-        import pyarrow.parquet as pq
-
         record(tmp_path / "run", steps=range(3), probes=()).flush()
         expected = answers_of(analyse(Run(tmp_path / "run"), keep=False))
         for table in ("decisions", "tokens"):
@@ -275,20 +274,32 @@ class TestManyWriters:
                 pq.write_table(rows.take(pa.array(order)).drop_columns(["phase", "rank", "segment"]), file)
         assert answers_of(analyse(Run(tmp_path / "run"), keep=False)) == expected
 
-    def test_a_damaged_part_is_named_and_the_rest_counted(self, tmp_path):
+    @pytest.mark.parametrize("where", ["keys", "experts"])
+    def test_a_damaged_part_is_named_and_the_rest_counted(self, tmp_path, where):
         record(tmp_path / "run", probes=()).flush()
         run = Run(tmp_path / "run")
         whole = analyse(run, keep=False).table("loads", phase="train")["tokens"].to_pylist()
         file = sorted((run.path / "decisions").iterdir())[0]
         content = bytearray(file.read_bytes())
-        content[4:200] = bytes(196)
+        start, stop = (4, 200) if where == "keys" else _pages(file, "experts.list.element")
+        content[start:stop] = bytes(stop - start)
         file.write_bytes(content)
         run.refresh()
         analysis = analyse(run)
         assert len(analysis.problems) == 1
         assert file.name in analysis.problems[0]
         assert 0 < analysis.table("loads", phase="train")["tokens"].to_pylist()[0] < whole[0]
-        assert analysis.kept == "parts cannot be read"
+        again = analyse(Run(run.path))
+        assert again.problems == analysis.problems
+        same_tables(again, analysis)
+
+
+def _pages(file, column):
+    """Where the pages of a column's first chunk lie in a file: from byte, to byte."""
+    metadata = pq.read_metadata(file)
+    places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
+    chunk = metadata.row_group(0).column(places[column])
+    return chunk.data_page_offset, chunk.data_page_offset + chunk.total_compressed_size
 
 
 class TestNotebook:

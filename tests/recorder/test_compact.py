@@ -300,7 +300,9 @@ def test_a_part_damaged_past_its_footer_stays(tmp_path):
     writer.flush()
     part = tmp_path / "run" / "decisions" / "part-r00000-000001.parquet"
     content = bytearray(part.read_bytes())
-    content[len(content) // 4] ^= 0xFF
+    weights = pq.read_metadata(part).row_group(0).column(6)
+    assert weights.path_in_schema.startswith("weights")
+    content[weights.data_page_offset + weights.total_compressed_size - 1] ^= 0xFF
     part.write_bytes(content)
     writer.finalize()
     assert part.exists()

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_core import MoELayer, MoETransformer, MoETransformerConfig, SwitchAuxLoss
 from moe_core.balancers import attach_balancers, make_balancer
-from recorder import RoutingRecorder
+from recorder import RoutingRecorder, Run
 from recorder.describe import describe_model
 
 
@@ -340,3 +341,17 @@ def test_a_single_vector_is_one_token(tmp_path):
     with RoutingRecorder(layer, tmp_path / "run") as recorder, recorder.step(0):
         layer(torch.randn(8))
     assert table(tmp_path / "run", "layer_stats").tokens.tolist() == [1]
+
+
+def test_a_step_takes_the_time_inside_its_context_unless_told(tmp_path):
+    layer = MoELayer(8, 8, 4, 1)
+    with RoutingRecorder(layer, tmp_path / "run") as recorder:
+        with recorder.step(0):
+            layer(torch.randn(3, 8))
+            time.sleep(0.05)
+        with recorder.step(1):
+            layer(torch.randn(3, 8))
+            recorder.log(wall_time_s=7.0)
+    measured, told = Run(tmp_path / "run").steps().wall_time_s
+    assert 0.05 <= measured < 5
+    assert told == 7

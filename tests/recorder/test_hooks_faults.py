@@ -13,7 +13,8 @@ from torch import nn
 
 from moe_core import MoELayer, Routing
 from recorder import RoutingRecorder, Run
-from recorder.adapters import Observation, RouterAdapter, register_adapter
+from recorder.adapters import Observation, RouterAdapter, observed_routing, register_adapter
+from recorder.verify import verify_run
 
 
 def table(path, name):
@@ -183,3 +184,22 @@ def test_steps_that_cannot_be_are_refused_at_the_call(tmp_path, step, phase):
         recorder.step(step, phase=phase),
     ):
         raise AssertionError("the block must not run")
+
+
+def test_what_is_said_of_tokens_that_no_router_could_read_stops_nothing(tmp_path):
+    model = Model().layers[1]
+    with (
+        pytest.warns(RuntimeWarning, match="an odd output.*training goes on"),
+        RoutingRecorder(nn.ModuleList([model]), tmp_path / "run") as recorder,
+        recorder.step(0, token_ids=torch.arange(5), text=list("abcde")),
+    ):
+        model(torch.randn(5, 8))
+    run = Run(tmp_path / "run")
+    assert run.status == "finished"
+    assert "an odd output" in run.events().message[0]
+    assert any("2 events recorder_error" in note for note in verify_run(tmp_path / "run").notes)
+
+
+def test_a_tensor_that_is_missing_is_named():
+    with pytest.raises(ValueError, match="_OddRouter: logits_TE is None, but a tensor is wanted"):
+        observed_routing(_OddRouter(), logits_TE=None, weights_TK=torch.ones(2, 1), expert_ids_TK=torch.zeros(2, 1))

@@ -283,3 +283,13 @@ def test_other_json_is_refused(tmp_path, kind, name, text, expected):
 def test_other_sglang_answers_are_refused(tmp_path, response, expected):
     (tmp_path / "a.json").write_text(json.dumps(response))
     refused("sglang", tmp_path / "a.json", tmp_path, expected, model=config(tmp_path))
+
+
+def test_a_token_with_too_few_experts_is_refused(tmp_path):
+    ids = np.zeros((5, 2, 2), np.int32)
+    ids[..., 1] = 3
+    ids[0] = -1  # the whole token: it was in the cache
+    ids[4, 1] = [2, -1]
+    np.save(tmp_path / "dump.npy", ids)
+    with pytest.raises(DumpError, match=r"experts \[2, -1\] for token 4 in layer 1, expected as many experts as top_k"):
+        import_dump("vllm", tmp_path / "dump.npy", tmp_path / "run")

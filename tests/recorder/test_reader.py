@@ -13,6 +13,7 @@ from toy_runs import (
     log_toy_step,
 )
 
+import recorder.parts
 import recorder.reader
 from recorder.manifest import this_process
 from recorder.merge import kept_rows
@@ -212,6 +213,7 @@ def test_repeated_calls_read_nothing_again(tmp_path, monkeypatch):
 
 
 def test_decisions_read_only_their_row_groups(tmp_path, monkeypatch):
+    monkeypatch.setitem(recorder.parts._MIN_GROUP_ROWS_OF, "decisions", 1000)  # a router's rows of a step
     with RunWriter(tmp_path / "run", **NEVER) as writer:
         for step in range(5):
             for layer in (1, 3):

@@ -470,7 +470,7 @@ def test_only_what_is_asked_for_is_fetched(s3, monkeypatch):
     writer = RunWriter(f"{s3}/one", **NEVER)
     rng = np.random.default_rng(0)
     for step in range(40):
-        ids, weights = rng.integers(0, 64, (2000, 8)), rng.random((2000, 8))
+        ids, weights = rng.integers(0, 64, (8000, 8)), rng.random((8000, 8))
         writer.log_decisions(step, layer=0, router=0, experts_TK=ids, weights_TK=weights)
     writer.finalize()
     run = Run(f"{s3}/one")
@@ -485,8 +485,8 @@ def test_only_what_is_asked_for_is_fetched(s3, monkeypatch):
         return source
 
     monkeypatch.setattr(storage.ObjectPath, "open", counted)
-    assert len(run.decisions(7, 0)) == 2000
-    assert sum(fetched) < part.size / 5
+    assert len(run.decisions(7, 0)) == 8000
+    assert sum(fetched) < part.size / 3
     assert len(fetched) <= 6
 
 

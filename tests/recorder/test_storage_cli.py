@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 from test_cli import SMALL, command, run
-from toy_runs import small_parts
+from toy_runs import layer, model, small_parts
 
-from recorder import Run, list_runs
+from recorder import Run, RunWriter, list_runs, storage
+from recorder.manifest import read_manifest, replace_manifest
 from recorder.storage import locate
 
 
@@ -111,3 +113,43 @@ def test_damage_is_told(s3):
     assert result.returncode == 0
     assert f"{s3}/one: cannot be read, and is left out: steps/part-r00000-000001.parquet" in result.stderr
     assert (locate(s3) / "one" / "run.json").is_file()
+
+
+def never_closed(uri):
+    """Six steps in six parts of each table, by a writer that is gone."""
+    writer = RunWriter(uri, manifest=model(layer(0, 0, 2, top_k=1)), flush_steps=1, flush_seconds=1e9)
+    ids, numbers = np.array([[0], [1], [0], [1]]), np.arange(4)
+    for step in range(6):
+        writer.log_tokens(step, sequence_T=numbers // 2, position_T=numbers % 2)
+        writer.log_decisions(step, layer=0, router=0, experts_TK=ids, weights_TK=np.ones((4, 1)))
+        half = np.ones(2) / 2
+        writer.log_layer_stats(
+            step, layer=0, router=0, tokens=4, load=np.array([2, 2]), gate_mass=4 * half, mean_prob=half
+        )
+        writer.log_step(step, tokens=4)
+    gone = {"process": None, "heartbeat_at": "2026-01-01T00:00:00+00:00"}
+    replace_manifest(locate(uri), read_manifest(locate(uri)) | gone)
+
+
+def test_verify_and_compact(s3):
+    uri = f"{s3}/runs/killed"
+    never_closed(uri)
+    before = Run(uri).layer_stats()
+    checked = json.loads(run("verify", uri, "--json").stdout)
+    assert (checked["problems"], checked["status"], checked["path"], checked["parts"]) == ([], "unfinished", uri, 24)
+    done = run("compact", uri)
+    assert done.returncode == 0, done.stderr
+    assert f"{uri}: 24 parts -> 4" in done.stdout
+    assert Run(uri).layer_stats().equals(before)
+    (part,) = storage.files(locate(uri) / "decisions", ".parquet")
+    (locate(uri) / "decisions" / part).put(b"not Parquet")
+    broken = run("verify", uri)
+    assert broken.returncode == 1
+    assert f"decisions/{part}: " in broken.stdout
+
+
+def test_verify_and_compact_of_nothing(s3):
+    for word in ("verify", "compact"):
+        result = run(word, f"{s3}/runs/none")
+        assert result.returncode == 1
+        assert result.stderr == f"routescope: no run at {s3}/runs/none: nothing is stored under it\n"
