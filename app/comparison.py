@@ -31,9 +31,13 @@ _SAME_TEXT = ("task", "corpus", "vocab_size", "seq_len")
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A run among those compared. `label` names it, `colour` is its place in the order of colours."""
+    """A run among those compared.
+
+    `label` names it to a person, `reference` in a URL; `colour` is its place in the order of colours.
+    """
 
     label: str
+    reference: str
     colour: int
     run: Run
 
@@ -186,7 +190,7 @@ def _differences(one: data.Listed, other: data.Listed) -> int:
 
 
 def recorded_steps(run: Run, layer: int) -> np.ndarray:
-    """Steps with a recorded load in phase train, ascending: of `layer`, or where the run lacks it, of its first one."""
+    """Steps with a recorded load in the phase a run is judged by, ascending: of `layer`, else of its first one."""
     layers = layer_keys.keys(run)
     return data.layer_stats(run, layer if layer in layers else layers[0]).steps_S
 

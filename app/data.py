@@ -23,14 +23,17 @@ import streamlit as st
 from app import folders, health, layer_keys
 from app.figures.inputs import LoadSeries
 from app.layer_stats import LayerStats
+from app.words import step_word
 from moe_core import metrics
 from moe_core.curves import downsample
+from recorder.diagnosis import Finding, diagnose
 from recorder.reader import Run, RunInfo, list_runs
 from recorder.storage import ObjectPath, Place
 from recorder.summary import run_row, summarise
 
 T = TypeVar("T")
 
+MAIN = "main"  # in place of a phase: the one a run is judged by, see `main_phase`
 SPARK_POINTS = 60
 ROW_WINDOW = metrics.WINDOW  # recorded steps that a line of the table of runs is about, as in `run_row`
 _STALE_CHECK_S = 5.0  # how old the status of a run that says "running" may be in a listing
@@ -114,9 +117,10 @@ def find(reference: str | None) -> Listed | None:
 def row(run: Listed) -> dict[str, Any]:
     """One line of the table of runs: `recorder.summary.run_row`, and beside it
 
-    reference, error (of the run or of reading it; None where all is well), num_steps (recorded train steps),
+    reference, error (of the run or of reading it; None where all is well), num_steps (recorded steps),
     loss_curve and violation_curve (at most 60 points each, finite values only; the worst layer's
-    max_violation, extremes kept), trouble (what went wrong in the last 50 recorded train steps, None if nothing).
+    max_violation, extremes kept), trouble (what went wrong in the last 50 recorded steps, None if nothing), phase (the
+    one all this is about).
     """
     line = dict(_row(run.path, _run_stamp(run)))
     # Not of the cache: a process that dies changes no file.
@@ -140,8 +144,53 @@ def open_run(path: Place) -> tuple[Run | None, str | None]:
         return run, None
 
 
-def steps(run: Run, phase: str | None = "train") -> pd.DataFrame:
+def main_phase(run: Run) -> str:
+    """The phase that pages judge a run by: train, or what it has instead; see `Run.main_phase`."""
+    with _lock(run.path):
+        return run.main_phase
+
+
+def linked_phase(run: Run) -> str | None:
+    """That phase as a choice in a URL: None where it is train, as pages show that by themselves."""
+    phase = main_phase(run)
+    return None if phase == "train" else phase
+
+
+def diagnosis(run: Run) -> list[Finding]:
+    """`recorder.diagnosis.diagnose(run)`. Cached."""
+    return _frame(*_key(run), "diagnosis", (), lambda: diagnose(run))
+
+
+def of_run(run: Run, method: str, layer: int, *arguments: Any) -> Any:
+    """`run.<method>` of `recorder.run_metrics` for one router, by its key: a question to the counts of all decisions.
+
+    Cached. The arguments are those between the method's layer and its router.
+    The first question counts them, in memory, where `routescope analyse` has not kept the counts with the run.
+    """
+    with st.spinner("Counting every recorded decision, once ..."):
+        index, router = layer_keys.place_of(run, layer)
+        key = (layer, *arguments)
+        return _frame(*_key(run), method, key, lambda: getattr(run, method)(index, *arguments, router))
+
+
+def load_of_decisions(run: Run, layer: int, phase: str) -> np.ndarray:
+    """Assignments per expert in all recorded decisions of a router, by its key, int64 (E,); else zeros. Cached."""
+    with st.spinner("Counting every recorded decision, once ..."):
+        key = (layer, phase)
+        index, router = layer_keys.place_of(run, layer)
+        rows = _frame(
+            *_key(run),
+            "load_of_decisions",
+            key,
+            lambda: run.analysis().frame("loads", phase=phase, layer=index, router=router),
+        )
+    loads = [np.asarray(load, dtype=np.int64) for load in rows["load"]]
+    return loads[0] if loads else np.zeros(int(layer_keys.router(run, layer).get("num_experts") or 1), dtype=np.int64)
+
+
+def steps(run: Run, phase: str | None = MAIN) -> pd.DataFrame:
     """`run.steps(phase)`; all phases with None. Of a step recorded twice the later row. Cached."""
+    phase = _phase(run, phase)
     return _frame(*_key(run), "steps", (phase,), lambda: _once(run.steps(phase), "step", "phase"))
 
 
@@ -157,15 +206,15 @@ def summary(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
     return _frame(*_key(run), "summary", (window,), lambda: _with_keys(run, summarise(run, window)))
 
 
-def layer_stats(run: Run, layer: int, phase: str = "train") -> LayerStats:
+def layer_stats(run: Run, layer: int, phase: str = MAIN) -> LayerStats:
     """Loads, biases and the rest of one router over all recorded steps. Cached.
 
     layer: its key, see `app.layer_keys`. Raises ValueError for one that no router of this run has.
     """
-    return _layer_stats(*_key(run), layer, phase, run)
+    return _layer_stats(*_key(run), layer, _phase(run, phase), run)
 
 
-def load_series(run: Run, layer: int, phase: str = "train") -> LoadSeries:
+def load_series(run: Run, layer: int, phase: str = MAIN) -> LoadSeries:
     """The load of one router, by its key, as the figures take it."""
     stats = layer_stats(run, layer, phase)
     return LoadSeries(
@@ -175,7 +224,7 @@ def load_series(run: Run, layer: int, phase: str = "train") -> LoadSeries:
         steps_S=stats.steps_S,
         load_SE=stats.load_SE,
         top_k=stats.top_k,
-        restarts=restarts(run) if phase == "train" else (),
+        restarts=restarts(run) if phase in (MAIN, main_phase(run)) else (),
     )
 
 
@@ -201,12 +250,12 @@ def decision_steps(run: Run, phase: str = "train") -> np.ndarray:
 
 
 def loads_problem(run: Run) -> str | None:
-    """One line that says why the loads of the training steps cannot be used; None where they can. Cached."""
+    """One line that says why the loads of the steps it is judged by cannot be used; None where they can. Cached."""
     return _frame(*_key(run), "loads", (), lambda: _loads_problem(run))
 
 
 def trouble(run: Run, window: int) -> health.Trouble:
-    """What went wrong in the last `window` recorded training steps; see `app.health`."""
+    """What went wrong in the last `window` recorded steps; see `app.health`."""
     return health.trouble(steps(run), [layer_stats(run, key) for key in layer_keys.keys(run)], window)
 
 
@@ -217,8 +266,9 @@ def problems(run: Run) -> list[str]:
 
 
 def incomplete_steps(run: Run) -> pd.DataFrame:
-    """`run.incomplete_steps()`. Cached."""
-    return _frame(*_key(run), "incomplete_steps", (), run.incomplete_steps)
+    """`run.incomplete_steps()` of the phase it is judged by. Cached."""
+    phase = main_phase(run)
+    return _frame(*_key(run), "incomplete_steps", (phase,), lambda: run.incomplete_steps(phase))
 
 
 def lists_no_layers(run: Run) -> bool:
@@ -288,7 +338,7 @@ def _row(path: Place, stamp: Hashable) -> dict[str, Any]:
             *("max_violation", "max_violation_window", "dead_experts", "idle_experts"),
         )
     )
-    curves: dict[str, Any] = {"num_steps": 0, "loss_curve": [], "violation_curve": [], "trouble": None}
+    curves: dict[str, Any] = {"num_steps": 0, "loss_curve": [], "violation_curve": [], "trouble": None, "phase": None}
     if run is not None:
         error = loads_problem(run)
         try:
@@ -357,6 +407,7 @@ def _curves(run: Run) -> dict[str, Any]:
                 worst[step] = max(value, worst.get(step, value))
     return {
         "num_steps": len(frame),
+        "phase": main_phase(run),
         "trouble": trouble(run, ROW_WINDOW).words,
         "loss_curve": _spark(frame["step"].to_numpy(np.int64), _column(frame, "loss")),
         "violation_curve": _spark(np.array(sorted(worst), np.int64), np.array([worst[step] for step in sorted(worst)])),
@@ -378,6 +429,10 @@ def _with_keys(run: Run, found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "layers": [{**layer, "key": key, "label": named[key]} for layer, key in layers]}
 
 
+def _phase(run: Run, phase: Any) -> Any:
+    return main_phase(run) if phase == MAIN else phase
+
+
 def _once(frame: pd.DataFrame, *key: str) -> pd.DataFrame:
     """The last row of each key: a writer of another make may have recorded a step twice."""
     again = frame.duplicated(list(key), keep="last").to_numpy(dtype=bool)
@@ -386,11 +441,12 @@ def _once(frame: pd.DataFrame, *key: str) -> pd.DataFrame:
 
 def _loads_problem(run: Run) -> str | None:
     for layer in run.moe_layers:
-        column = run.layer_stats(int(layer["index"]), "train", router=layer.get("router"))["load"]
+        column = run.layer_stats(int(layer["index"]), run.main_phase, router=layer.get("router"))["load"]
         lists = pa.chunked_array([pa.array(column)]).combine_chunks()
         where = f"in layer_stats, the loads of layer {layer['index']}"
         if lists.null_count:
-            return f"{where} are missing (null) in {lists.null_count:,} of {len(lists):,} training rows"
+            kind = step_word(run.main_phase).removesuffix(" step")
+            return f"{where} are missing (null) in {lists.null_count:,} of {len(lists):,} {kind} rows"
         if len(lists) == 0:
             continue
         lengths = np.unique(np.asarray(lists.value_lengths())).tolist()

@@ -45,12 +45,15 @@ def router(run: Run, key: int) -> dict[str, Any]:
 
 
 def key_of(run: Run, layer: int, number: int | None) -> int:
-    """The key of a router by the layer's index and the router's number; the index where the manifest names none."""
+    """The key of a router by the layer's index and the router's number (None: the layer's first).
+
+    The index where the manifest names no such router.
+    """
     return next(
         (
             key
             for key, entry in routers(run).items()
-            if int(entry["index"]) == layer and entry.get("router") in (None, number)
+            if int(entry["index"]) == layer and (number is None or entry.get("router") in (None, number))
         ),
         layer,
     )

@@ -26,12 +26,17 @@ VIEWS = (
     View(name="overview", title="Overview", icon=":material/monitoring:"),
     View(name="replay", title="Replay", icon=":material/play_circle:"),
     View(name="tokens", title="Tokens", icon=":material/text_fields:"),
+    View(name="specialisation", title="Specialisation", icon=":material/category:"),
+    View(name="coactivation", title="Co-activation", icon=":material/hub:"),
+    View(name="settling", title="Settling", icon=":material/hourglass_bottom:"),
+    View(name="placement", title="Placement", icon=":material/dns:"),
     View(name="layouts", title="Layouts", icon=":material/view_column:"),
     View(name="compare", title="Compare", icon=":material/compare_arrows:"),
     View(name="dispatch", title="Dispatch", icon=":material/timer:"),
     View(name="recording", title="Recording", icon=":material/fiber_manual_record:"),
 )
-OF_ONE_RUN = ("overview", "replay", "tokens", "layouts")  # pages that show the run picked in the sidebar
+# pages that show the run picked in the sidebar
+OF_ONE_RUN = ("overview", "replay", "tokens", "specialisation", "coactivation", "settling", "placement", "layouts")
 
 
 def pages() -> list[Any]:

@@ -34,6 +34,9 @@ NAMES = (
     "step",
     "sequence",
     "expert",
+    "token",
+    "ranks",
+    "spares",
     "phase",
     "window",
     "dispatch",
@@ -193,12 +196,12 @@ def pick_options(
     )
 
 
-def pick_layer(run: Any, *, label: str = "MoE layer") -> int:
-    """Draw the choice of a MoE layer of `run` and return its key (see `app.layer_keys`).
+def pick_layer(run: Any, keys: Sequence[int] | None = None, *, label: str = "MoE layer") -> int:
+    """Draw the choice of a MoE layer of `run` (of these keys alone, where given) and return its key.
 
-    Raises ValueError where the run has no MoE layer.
+    Keys are those of `app.layer_keys`. Raises ValueError where the run has no MoE layer.
     """
-    shown = layer_keys.labels(run)
+    shown = {key: name for key, name in layer_keys.labels(run).items() if keys is None or key in keys}
     if not shown:
         raise ValueError(f"run {run.run_id} has no MoE layer")
     return pick_option("layer", label, list(shown), format_func=lambda key: str(shown[key]))

@@ -37,3 +37,8 @@ def count(number: int, one: str, many: str | None = None) -> str:
 def listed(names: Sequence[str], last: str = "and") -> str:
     """Names in a sentence: "a", "a and b", "a, b and c"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}" if names else ""
+
+
+def step_word(phase: str) -> str:
+    """ "training step", or "generate step" and the like for the other phases."""
+    return "training step" if phase == "train" else f"{phase} step"

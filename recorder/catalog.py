@@ -137,7 +137,7 @@ class TableReader:
         if unsettled:
             names = ["step", "phase", "segment"]
             schema = only(self._schema, names)
-            rows = _filled(conform(self._read(file, unsettled, names), schema))
+            rows = fill_defaults(conform(self._read(file, unsettled, names), schema))
             keys = ["phase", "segment", *(["step"] if exact else [])]
             extremes = rows.group_by(keys).aggregate([("step", "min"), ("step", "max")]).to_pylist()
             ranges += [
@@ -205,7 +205,7 @@ class TableReader:
         pieces = storage.each(self.folder, lambda file: self._read(file, None, None), live[len(joined) :])
         rows = pa.concat_tables([conform(piece, self._schema) for piece in (rows, *pieces)]).combine_chunks()
         self._joined = (live, rows)
-        return _filled(rows)
+        return fill_defaults(rows)
 
     def _scan(self, columns: list[str] | None, phase: str | None, equals: dict[str, int | None]) -> pa.Table:
         filtered = phase is not None or any(value is not None for value in equals.values())
@@ -217,7 +217,7 @@ class TableReader:
             if groups is None or groups:
                 wanted.append((file, groups))
         pieces = storage.each(self.folder, lambda part: self._read(*part, columns), wanted)
-        rows = _filled(pa.concat_tables([schema.empty_table(), *(conform(piece, schema) for piece in pieces)]))
+        rows = fill_defaults(pa.concat_tables([schema.empty_table(), *(conform(piece, schema) for piece in pieces)]))
         mask: Any = None
         for name, value in {"phase": phase, **equals}.items():
             if value is not None:
@@ -247,7 +247,7 @@ class _PartIsBadError(Exception):
     """A part turned out to be damaged past its footer; it is noted, the read starts again without it."""
 
 
-def _filled(rows: pa.Table) -> pa.Table:
+def fill_defaults(rows: pa.Table) -> pa.Table:
     """Rows with defaults in place of nulls where an older writer gave no phase, rank or segment."""
     for name, default in _DEFAULTS.items():
         if name in rows.column_names and rows[name].null_count:

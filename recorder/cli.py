@@ -309,23 +309,27 @@ def summary(
     window: Annotated[
         int, typer.Option(min=1, help="Over how many of the last recorded steps.")
     ] = 50,  # metrics.WINDOW, which would load numpy for every command
-    phase: Annotated[str, typer.Option(help="train | probe | eval | generate.")] = "train",
+    phase: Annotated[
+        str | None, typer.Option(help="train | probe | eval | generate; train unless the run has none.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
 ) -> None:
-    """Final losses and per-layer metrics of a run."""
+    """Final losses, per-layer metrics and a diagnosis of a run."""
+    from .diagnosis import diagnose
     from .summary import summarise
 
     opened = _open_run(run)
     try:
         result = summarise(opened, window=window, phase=phase)
+        findings = diagnose(opened, phase)
     except (OSError, ValueError) as error:
         raise CommandError(f"{opened.path}: {error}", FAILED) from None
     _warn_of_problems(opened)
     if as_json:
-        _print_json(result)
+        _print_json(result | {"diagnosis": [finding.as_dict() for finding in findings]})
         return
     print(f"{result['name']} ({result['run_id']}), {result['status']}, last step {result['last_step']}")
-    of_phase = "training steps" if phase == "train" else f"steps of phase {phase}"
+    of_phase = "training steps" if result["phase"] == "train" else f"steps of phase {result['phase']}"
     print(f"means over the last {result['steps']} recorded {of_phase}:")
     _print_table(list(result["losses"]), [list(result["losses"].values())])
     layers = [layer["layer"] for layer in result["layers"]]
@@ -340,6 +344,8 @@ def summary(
     ]
     columns += ["router_entropy", "dead_experts", "idle_experts", "gini", "drop_rate", "aux_loss"]
     _print_table(columns, [[layer[column] for column in columns] for layer in result["layers"]])
+    for finding in findings:
+        print(f"{finding.level}: {finding.text}. [{finding.rule}]")
 
 
 @cli.command()
@@ -378,6 +384,35 @@ def compact(
         raise CommandError(str(error), FAILED) from None
     sizes = f"{done.bytes_before / 1e6:.1f} MB -> {done.bytes_after / 1e6:.1f} MB"
     print(f"{path}: {done.parts_before} parts -> {done.parts_after}, {sizes}")
+
+
+@cli.command("analyse")
+def analyse_(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's path or URI, or its id in runs/ or sample_runs/.")],
+    scheduler: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="A Dask scheduler (tcp://host:8786); threads by default."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: stable keys, null for no value.")] = False,
+) -> int:
+    """Count what all decisions of a run say, and keep the counts with the run."""
+    from .analysis.command import ClusterError, analyse_run
+
+    opened = _open_run(run)
+    try:
+        report = analyse_run(opened, scheduler, in_terminal=sys.stderr.isatty())
+    except ClusterError as error:
+        raise CommandError(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{opened.path}: {error}", FAILED) from None
+    for problem in report.problems:
+        _warn(f"{opened.path}: cannot be read, and is left out: {problem}")
+    if as_json:
+        _print_json(report.as_json())
+    else:
+        print(report.headline)
+        _print_table(report.columns, report.rows)
+    return FAILED if report.problems else DONE
 
 
 @cli.command()

@@ -26,6 +26,7 @@ from recorder.manifest import (
     read_manifest,
     run_status,
 )
+from recorder.run_metrics import RunMetrics
 from recorder.schema import PHASES, SCHEMAS, TABLES, lists_to_matrix, only
 from recorder.storage import Place
 
@@ -34,6 +35,8 @@ _WHOLE_STATS_BYTES = 32 << 20
 _KEPT_LAYERS = 8
 #: Tables whose rows tell where a segment starts; an event may lie before or after.
 _STEP_TABLES = ("steps", "layer_stats", "decisions", "tokens")
+
+_MAIN_PHASES = ("train", "generate", "eval", "probe")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Segment:
     last_step: int
 
 
-class Run:
+class Run(RunMetrics):
     """One recorded run, finished or still growing.
 
     What has been read is kept until `refresh`, so calls may be repeated freely; frames are the caller's own.
@@ -78,7 +81,10 @@ class Run:
         self._layers: OrderedDict[Hashable, pa.Table] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, status={self.status!r}, last_step={self.last_step})"
+        steps = "no steps yet" if self.last_step is None else f"last step {self.last_step}"
+        sizes = sorted({(layer.get("num_experts"), layer.get("top_k")) for layer in self.moe_layers}, key=str)
+        of = ", ".join(f"E={num_experts} k={top_k}" for num_experts, top_k in sizes)
+        return f"<Run {self.run_id!r} ({self.name}): {self.status}, {steps}; {len(self.moe_layers)} MoE layers {of}>"
 
     @property
     def run_id(self) -> str:
@@ -113,6 +119,22 @@ class Run:
         return [layer for layer in layers if layer.get("kind", "moe") == "moe"]
 
     @property
+    def phases(self) -> list[str]:
+        """The phases with a recorded load, in the order of `schema.PHASES`; told by the files' statistics."""
+        if "phases" not in self._kept:
+            ranges = self._tables["layer_stats"].key_ranges()
+            if any(item.phase is None for item in ranges):
+                ranges = self._tables["layer_stats"].key_ranges(exact=True)
+            found = {item.phase for item in ranges}
+            self._kept["phases"] = [phase for phase in PHASES if phase in found]
+        return list(self._kept["phases"])
+
+    @property
+    def main_phase(self) -> str:
+        """The phase to judge the run by: train; where no load of it was recorded, generate, eval or probe."""
+        return next((phase for phase in _MAIN_PHASES if phase in self.phases), "train")
+
+    @property
     def problems(self) -> list[str]:
         """One line for each part that cannot be read; everything else is."""
         return [line for table in TABLES for line in self._tables[table].problems]
@@ -121,6 +143,11 @@ class Run:
     def ranks(self) -> int:
         """How many ranks wrote rows."""
         return max(1, len(set[int]().union(*(self._tables[table].ranks() for table in TABLES))))
+
+    @property
+    def segment_starts(self) -> dict[int, int]:
+        """First step of each segment that holds rows; of earlier ones, what lies at or after it does not count."""
+        return {segment: first for segment, (first, _) in self._segment_ranges().items()}
 
     @property
     def segments(self) -> list[Segment]:
@@ -203,7 +230,7 @@ class Run:
         """
         _check_phase(phase)
         rows = self._tables["decisions"].scan(step=step, layer=layer, phase=phase, router=router)
-        rows = merge.drop_superseded(rows, self._starts())
+        rows = merge.drop_superseded(rows, self.segment_starts)
         _check_one_router(rows, layer)
         rows = merge.sort_rows(rows, "rank", "token")
         for name in ("experts", "weights", "kept"):
@@ -217,8 +244,12 @@ class Run:
             ValueError: an unknown phase.
         """
         _check_phase(phase)
-        rows = merge.drop_superseded(self._tables["tokens"].scan(step=step, phase=phase), self._starts())
+        rows = merge.drop_superseded(self._tables["tokens"].scan(step=step, phase=phase), self.segment_starts)
         return _to_pandas(merge.sort_rows(rows, "rank", "token"))
+
+    def table(self, name: str) -> TableReader:
+        """The parts of one table, for whoever reads all of them once."""
+        return self._tables[name]
 
     def incomplete_steps(self, phase: str = "train") -> pd.DataFrame:
         """Steps whose loads come from fewer ranks than other steps of their segment, sorted: step, ranks, of_ranks.
@@ -237,14 +268,14 @@ class Run:
         if self.ranks == 1:  # nothing to compare, and nothing to read
             return only(SCHEMAS["layer_stats"], columns).empty_table()
         rows = self._tables["layer_stats"].scan(columns, phase=phase)
-        return merge.drop_superseded(rows, self._starts())
+        return merge.drop_superseded(rows, self.segment_starts)
 
     def events(self) -> pd.DataFrame:
         """What happened, sorted by step and segment."""
         return self._frame(
             "events",
             lambda: merge.sort_rows(
-                merge.drop_superseded(self._tables["events"].whole(), self._starts()), "step", "segment"
+                merge.drop_superseded(self._tables["events"].whole(), self.segment_starts), "step", "segment"
             ),
         )
 
@@ -286,12 +317,12 @@ class Run:
             ranges = [item for item in self._tables["decisions"].key_ranges(exact=True) if item.phase == phase]
             steps = np.array([item.low for item in ranges], dtype=np.int64)
             segments = np.array([item.segment for item in ranges], dtype=np.int64)
-            self._kept[key] = np.unique(steps[merge.kept_rows(steps, segments, self._starts())])
+            self._kept[key] = np.unique(steps[merge.kept_rows(steps, segments, self.segment_starts)])
         return np.array(self._kept[key])
 
     def _steps(self) -> pa.Table:
         if "steps" not in self._kept:
-            rows = merge.drop_superseded(self._tables["steps"].whole(), self._starts())
+            rows = merge.drop_superseded(self._tables["steps"].whole(), self.segment_starts)
             if self.ranks > 1:
                 rows = merge.merge_step_ranks(rows)
             self._kept["steps"] = merge.sort_rows(rows, "step", "phase")
@@ -311,7 +342,7 @@ class Run:
         return _equal(self._layers[layer], phase=phase, router=router)
 
     def _finish_stats(self, rows: pa.Table) -> pa.Table:
-        rows = merge.drop_superseded(rows, self._starts())
+        rows = merge.drop_superseded(rows, self.segment_starts)
         if rows["router"].null_count:
             rows = self._name_routers(rows)
         if self.ranks > 1:
@@ -355,9 +386,6 @@ class Run:
             self._kept["segments"] = found
         found = self._kept["segments"]
         return found
-
-    def _starts(self) -> dict[int, int]:
-        return {segment: first for segment, (first, _) in self._segment_ranges().items()}
 
     def _frame(self, key: Hashable, build: Any) -> pd.DataFrame:
         place = ("frame", key)

@@ -15,7 +15,7 @@ from recorder.schema import lists_to_matrix
 _LOSSES = ("loss", "ce_loss", "aux_loss", "z_loss")
 
 
-def summarise(run: Run, window: int = metrics.WINDOW, phase: str = "train") -> dict[str, Any]:
+def summarise(run: Run, window: int = metrics.WINDOW, phase: str | None = None) -> dict[str, Any]:
     """Losses and per-layer metrics over the last `window` recorded steps of a phase.
 
     Means of per-step values, steps where a metric is undefined left out; but max_violation_window, dead_experts and
@@ -25,7 +25,7 @@ def summarise(run: Run, window: int = metrics.WINDOW, phase: str = "train") -> d
     Args:
         run: finished or running, with or without steps.
         window: recorded steps, at least 1.
-        phase: train, probe, eval or generate.
+        phase: train, probe, eval or generate; None = `run.main_phase`.
 
     Returns:
         {run_id, name, status, last_step, window, phase, steps, losses: {loss, ce_loss, aux_loss, z_loss}, layers:
@@ -38,6 +38,7 @@ def summarise(run: Run, window: int = metrics.WINDOW, phase: str = "train") -> d
     """
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
+    phase = phase or run.main_phase
     steps = run.steps(phase=phase).tail(window)
     return {
         "run_id": run.run_id,
@@ -48,7 +49,7 @@ def summarise(run: Run, window: int = metrics.WINDOW, phase: str = "train") -> d
         "phase": phase,
         "steps": len(steps),
         "losses": {name: _loss(steps[name]) for name in _LOSSES},
-        "layers": [_layer(run, layer, router, window, phase) for layer, router in _routers(run, phase)],
+        "layers": [_layer(run, layer, router, window, phase) for layer, router in routers_of(run, phase)],
     }
 
 
@@ -83,7 +84,7 @@ def run_row(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
     }
 
 
-def _routers(run: Run, phase: str) -> list[tuple[int, int | None]]:
+def routers_of(run: Run, phase: str) -> list[tuple[int, int | None]]:
     """(layer, router) of every router, from the manifest or, where that names none, from the rows."""
     named = [(layer["index"], layer.get("router")) for layer in run.moe_layers if layer.get("index") is not None]
     if named:

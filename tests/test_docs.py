@@ -108,6 +108,22 @@ def test_a_router_of_your_own(tmp_path):
     assert sound(tmp_path / "runs" / "my-gate").load(1).sum() == 64
 
 
+def test_the_notebook(tmp_path):
+    (tmp_path / "sample_runs").symlink_to(ROOT / "sample_runs")
+    printed = run_python(tmp_path, str(ROOT / "docs" / "notebook.py")).stdout
+    plain, planned, spare = [float(value) for value in re.findall(r"(?m)^(?:experts in|a plan).*: ([\d.]+)$", printed)]
+    assert plain >= planned > spare >= 1
+    assert "without specialisation: 0.25" in printed
+
+
+def test_analysis(tmp_path):
+    (tmp_path / "sample_runs").symlink_to(ROOT / "sample_runs")
+    printed = run_python(tmp_path, "-c", "\n".join(python_blocks(ROOT / "docs" / "analysis.md"))).stdout
+    costs = [float(line) for line in printed.splitlines() if re.fullmatch(r"1\.\d+", line)]
+    assert len(costs) == 2
+    assert costs[1] < costs[0]
+
+
 def test_links_lead_somewhere():
     for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)", file.read_text()):

@@ -94,6 +94,7 @@ def load_heatmap(
     max_rows: int = MAX_ROWS,
     panel_height: int | None = None,
     wrap_at: int = 88,
+    row_name: str = "expert",
 ) -> go.Figure:
     """Load / uniform share of every expert over the steps, runs side by side, layers below each other.
 
@@ -104,6 +105,7 @@ def load_heatmap(
     MAX_CLICKABLE_POINTS, and none where they would lie too far apart.
     marker_step: draw a line at this step. max_columns, max_rows: pool steps or experts of a panel beyond these; by
     default what the panels' pixels and MAX_CELLS allow, 100 to 400 columns.
+    row_name: what a row is, where it is no expert but a rank that works for several.
     """
     p = palette(theme)
     runs = list(dict.fromkeys(s.run for s in series))
@@ -137,10 +139,10 @@ def load_heatmap(
         counts = {by_panel[layer, run].num_experts for run in runs if (layer, run) in by_panel}
         for col, run in enumerate(runs, start=1):
             if (layer, run) not in cells:
-                _empty_panel(fig, row, col, f"layer {shown[layer]} of this run has no experts", theme)
+                _empty_panel(fig, row, col, f"layer {shown[layer]} of this run has no {row_name}s", theme)
                 continue
             one, panel = by_panel[layer, run], cells[layer, run]
-            hover = _hover(one, panel)
+            hover = _hover(one, panel, row_name)
             _add_cells(fig, row, col, panel, hover, fields=6 if _pooled(one, panel) else 3)
             _mark_beyond(fig, row, col, panel)
             if clickable and click_stride <= MAX_CLICK_STRIDE:
@@ -157,7 +159,7 @@ def load_heatmap(
                 row=row,
                 col=col,
             )
-        fig.update_yaxes(title_text=f"{wrap(f'layer {shown[layer]}', 16)}<br>expert", row=row, col=1)
+        fig.update_yaxes(title_text=f"{wrap(f'layer {shown[layer]}', 16)}<br>{row_name}", row=row, col=1)
     if marker_step is not None and series:
         _line_at(fig, marker_step)
     fig.update_xaxes(title_text="step", row=rows)
@@ -166,7 +168,7 @@ def load_heatmap(
         fig,
         title=title,
         theme=theme,
-        note=_note(list(cells.values())),
+        note=_note(list(cells.values()), row_name),
         height=plot_height + 56,
         legend=False,
         head=30 if runs else 12,
@@ -213,7 +215,7 @@ def _extent(cells: Any) -> list[float]:
     return [float(edges.min()), float(edges.max())]
 
 
-def _note(cells: Sequence[HeatmapCells]) -> str | None:
+def _note(cells: Sequence[HeatmapCells], row_name: str) -> str | None:
     """What was pooled, in words."""
     parts = []
     steps = max((c.columns.per_column for c in cells), default=1)
@@ -221,7 +223,7 @@ def _note(cells: Sequence[HeatmapCells]) -> str | None:
         parts.append(f"each column sums {steps} recorded steps")
     experts = max((c.numbers_RCN[:, :, 7] - c.numbers_RCN[:, :, 6]).max(initial=0) + 1 for c in cells) if cells else 1
     if experts > 1:
-        parts.append(f"each row shows the busiest of {int(experts)} experts")
+        parts.append(f"each row shows the busiest of {int(experts)} {row_name}s")
     if not parts:
         return None
     text = ", ".join(parts)
@@ -232,12 +234,12 @@ def _pooled(series: LoadSeries, cells: HeatmapCells) -> bool:
     return cells.columns.per_column > 1 or len(cells.labels) < series.num_experts
 
 
-def _hover(series: LoadSeries, cells: HeatmapCells) -> str:
+def _hover(series: LoadSeries, cells: HeatmapCells, row_name: str) -> str:
     """Hover template; customdata holds the first three numbers of `heatmap_cells`, where pooled the first six."""
     step = "step %{customdata[0]:,d}"
     if cells.columns.per_column > 1:
         step = "steps %{customdata[0]:,d} to %{customdata[3]:,d}"
-    lines = [f"<b>{plain(series.run)}</b>, layer {series.label}", f"expert %{{y}}, {step}"]
+    lines = [f"<b>{plain(series.run)}</b>, layer {series.label}", f"{row_name} %{{y}}, {step}"]
     if _pooled(series, cells):
         lines.append("%{customdata[1]:.3f} x the uniform share, %{customdata[2]:,d} assignments in all")
         lines.append("single steps: %{customdata[4]:.3f} x to %{customdata[5]:.3f} x")

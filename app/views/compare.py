@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, comparison, data, folders, layer_keys, pickers, player, state, words
+from app import charts, comparison, data, diagnosis_panel, folders, layer_keys, pickers, player, state, words
 from app.comparison import WINDOW, Compared
 from app.figures.balance_curves import unused_curves, violation_curves
 from app.figures.curves import metric_curves
@@ -25,6 +25,7 @@ from moe_core import metrics
 
 MAX_RUNS = 6
 MAX_FILES = 3  # more that cannot be read are counted, not named
+DIAGNOSED = 3  # sentences shown at once of each run
 MAX_LAYERS_TOGETHER = 4  # more layers than these, and the chosen one is drawn alone
 _SMOOTHING = 0.8
 _BARS_PER_ROW = 3
@@ -73,6 +74,8 @@ def render() -> None:
         "loads summed over them. The uniform share is that of one expert if all had the same load.",
     )
     _say_what_went_wrong(compared)
+    for one in compared:
+        diagnosis_panel.show(one.run, reference=one.reference, label=one.label, most=DIAGNOSED)
     _say_what_differs(compared, layers, steps_S)
     _heatmaps(compared, layers if len(layers) <= MAX_LAYERS_TOGETHER else [layer], summaries, window)
     _at_one_step(compared, layer, steps_S)
@@ -106,11 +109,9 @@ def _usable(picked: Sequence[tuple[data.Listed, Any]]) -> list[Compared]:
         elif not run.moe_layers:
             left_out.append(f"{one.label} (no MoE layer)")
         elif not any(data.layer_stats(run, key).steps_S.size for key in layer_keys.keys(run)):
-            left_out.append(
-                f"{one.label} ({run.status}, no load of a training step recorded{empty.where_readable(run)})"
-            )
+            left_out.append(f"{one.label} ({run.status}, no load recorded{empty.where_readable(run)})")
         else:
-            candidate = Compared(label=one.label, colour=places[one.reference], run=run)
+            candidate = Compared(label=one.label, reference=one.reference, colour=places[one.reference], run=run)
             other = next((known.label for known in usable if not candidate.agrees(known)), None)
             if other is None:
                 usable.append(candidate)
@@ -144,7 +145,11 @@ def _say_what_differs(compared: Sequence[Compared], layers: Sequence[int], steps
         status = "" if one.run.status == "finished" else f", {one.run.status}"
         shapes = dict.fromkeys(one.shape(layer) for layer in one.layers)
         experts = words.listed([f"top-{k} of {words.count(e or 0, 'expert')}" for e, k in shapes])
-        parts.append(f"**{plain(one.label)}** {experts}, last step {words.value(one.run.last_step)}{status}")
+        phase = data.main_phase(one.run)
+        parts.append(
+            f"**{plain(one.label)}** {experts}, last step {words.value(one.run.last_step)}{status}"
+            + ("" if phase == "train" else f", judged by its {words.step_word(phase)}s: it has no training steps")
+        )
     text = "; ".join(parts) + "."
     if any(set(one.layers) != set(layers) for one in compared):
         text += " Their MoE layers differ."

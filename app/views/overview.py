@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, health, layer_keys, navigation, state
+from app import charts, data, diagnosis_panel, health, layer_keys, navigation, state
 from app.layer_stats import LayerStats
 from app.ranks import ranks_line
 from app.text import plain
 from app.views import empty, overview_charts
-from app.words import NONE, count, listed, value
+from app.words import NONE, count, listed, step_word, value
 from moe_core import metrics
 from recorder.reader import Run
 
@@ -48,12 +48,15 @@ def render() -> None:
             "A loss that is not finite, and steps without a routed token, come first.",
         )
         st.caption(f"{_described(run)} The numbers are of {covered.words}{covered.range}.")
+        if data.main_phase(run) != "train":
+            st.caption(diagnosis_panel.instead_of_training(run))
         ranks = ranks_line(run, data.incomplete_steps(run))
         if ranks is not None:
             st.caption(ranks)
         if wrong.unrouted:
             st.caption(f"Balance is a matter of the steps that routed tokens: {headline(summary['layers'])}.")
     _numbers(run, summary, covered)
+    diagnosis_panel.show(run)
     idle = {one["key"]: _experts_idle(one) for one in summary["layers"] if one["idle_experts"] is not None}
     over = f"the steps with routed tokens among {covered.words}" if wrong.unrouted else covered.words
     overview_charts.load(run, layers if layer is None else [layer], idle, over)
@@ -66,7 +69,7 @@ def render() -> None:
         if layer is None:
             layer = _pick_layer(run, layers, window)
         if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
-            navigation.go("replay", layer=layer, phase=None)
+            navigation.go("replay", layer=layer, phase=data.linked_phase(run))
     overview_charts.shares(run, layer)
     _layer_table(run, summary, covered)
     _events(run)
@@ -78,15 +81,16 @@ class Covered:
     words: "the last 50 recorded training steps"; range: their first and last, " (steps 350 to 399)".
     """
 
-    def __init__(self, steps_S: np.ndarray, window: int) -> None:
+    def __init__(self, steps_S: np.ndarray, window: int, phase: str = "train") -> None:
+        one = step_word(phase)
         last_S = steps_S[-window:]
         if steps_S.size > window:
-            many = f"{window} recorded training steps"
-            self.words = "the last recorded training step" if window == 1 else f"the last {many}"
+            many = f"{window} recorded {one}s"
+            self.words = f"the last recorded {one}" if window == 1 else f"the last {many}"
         elif steps_S.size > 1:
-            self.words = f"all {steps_S.size} recorded training steps"
+            self.words = f"all {steps_S.size} recorded {one}s"
         else:
-            self.words = "the only recorded training step" if steps_S.size else "no training step"
+            self.words = f"the only recorded {one}" if steps_S.size else f"no {one}"
         self.range = ""
         if last_S.size:
             first, last = int(last_S[0]), int(last_S[-1])
@@ -96,7 +100,7 @@ class Covered:
 def _covered(run: Run, window: int) -> Covered:
     """What the numbers of the load cover: its rows may have been recorded at fewer steps than the losses."""
     steps = [data.layer_stats(run, layer).steps_S for layer in _indices(run)]
-    return Covered(max(steps, key=len), window)
+    return Covered(max(steps, key=len), window, data.main_phase(run))
 
 
 def headline(layers: Sequence[dict[str, Any]], wrong: health.Trouble | None = None, *, damaged: bool = False) -> str:
@@ -223,7 +227,7 @@ def _numbers(run: Run, summary: dict[str, Any], covered: Covered) -> None:
     idle, dead = least_balanced(layers, "idle_experts"), least_balanced(layers, "dead_experts")
     several = len(layers) > 1
     over = f"over {covered.words}{covered.range}"
-    losses = Covered(data.steps(run)["step"].to_numpy(dtype=np.int64), summary["window"])
+    losses = Covered(data.steps(run)["step"].to_numpy(dtype=np.int64), summary["window"], data.main_phase(run))
     aux = [(layer, *normalised_aux_loss(data.layer_stats(run, layer), summary["window"])) for layer in _indices(run)]
     known = [(mean, layer, recorded) for layer, mean, recorded in aux if mean is not None]
     aux_mean, aux_layer, recorded = max(known, key=lambda item: item[0]) if known else (None, None, False)
@@ -304,7 +308,7 @@ def _of_experts(layer: dict[str, Any] | None, name: str) -> str:
 
 
 def _steps_help(run: Run, total: int) -> str:
-    said = "Recorded training steps"
+    said = f"Recorded {step_word(data.main_phase(run))}s"
     steps = data.steps(run)["step"]
     if total:
         said += f", from {int(steps.min()):,} to {int(steps.max()):,}"

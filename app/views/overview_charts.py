@@ -57,7 +57,7 @@ def load(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) ->
         cell = point.get("customdata")
         if isinstance(cell, list) and len(cell) >= 3:
             layer, expert, step = (int(number) for number in cell[:3])
-            navigation.go("replay", layer=layer, expert=expert, step=step, phase=None)
+            navigation.go("replay", layer=layer, expert=expert, step=step, phase=data.linked_phase(run))
 
 
 def _load_title(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) -> str:
@@ -95,7 +95,9 @@ def _small(load_SE: np.ndarray) -> np.ndarray:
 def losses(run: Run) -> None:
     """Training loss, cross-entropy and that of the probe over the steps."""
     curves, columns = [], {}
+    main = data.main_phase(run)
     for colour, (name, phase, column) in enumerate(_LOSSES):
+        phase = main if phase == "train" else phase
         frame = data.steps(run, phase)
         known = frame[column].notna()
         if not known.any():
@@ -110,7 +112,7 @@ def losses(run: Run) -> None:
                 steps_S=frame["step"].to_numpy(dtype=np.int64),
                 values_S=values_S,
                 null_S=~known.to_numpy(dtype=bool),
-                restarts=data.restarts(run) if phase == "train" else (),
+                restarts=data.restarts(run) if phase == main else (),
             )
         )
     if not curves:

@@ -18,9 +18,10 @@ _MOST_PROBLEMS = 5  # more stand behind a click
 _TICKED = "_runs_ticked"
 
 _RULE = (
-    f"Judged are runs with at least {WINDOW} recorded training steps, over the last {WINDOW} of them. An expert is "
-    "idle where it gets less than a tenth of the uniform share in that window, and busy where it does not; of a run "
-    "with several MoE layers the worst one counts. A router z-loss alone is no balancer. "
+    f"Judged are runs with at least {WINDOW} recorded training steps, over the last {WINDOW} of them; a run without "
+    "any is judged by the phase it has, and named below the table. "
+    "An expert is idle where it gets less than a tenth of the uniform share in that window, and busy where it does "
+    "not; of a run with several MoE layers the worst one counts. A router z-loss alone is no balancer. "
     "A run has gone wrong, and is not judged, where in that window the loss is not finite, or tokens were not routed."
 )
 
@@ -172,7 +173,12 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
         "experts": column.TextColumn(
             "Experts", width=62, help="Experts each token uses (top-k) of the experts of a MoE layer (E)."
         ),
-        "steps": column.NumberColumn("Steps", width=48, format="localized", help="Recorded training steps."),
+        "steps": column.NumberColumn(
+            "Steps",
+            width=48,
+            format="localized",
+            help="Recorded training steps; in a run without any, those of the phase it has.",
+        ),
         "loss": column.NumberColumn(
             "Loss",
             width=52,
@@ -280,6 +286,13 @@ def _scope(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> str:
     if short and len(short) < len(rows):
         named = listed([plain(label) for label in short]) if len(short) <= 3 else count(len(short), "run")
         said += f" Not judged in the title, with fewer than {WINDOW} steps to go by: {named}."
+    other = [
+        (run.label, row["phase"]) for run, row in zip(runs, rows, strict=True) if row["phase"] not in (None, "train")
+    ]
+    if other:
+        named = listed([f"{plain(label)} ({phase})" for label, phase in other[:3]])
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        said += f" Without training steps, judged by another phase: {named}{more}."
     return said
 
 

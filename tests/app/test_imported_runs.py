@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recorder"))
 import sglang_dumps as dumps
 
 PAGES = ("overview", "replay", "tokens", "compare", "layouts", "runs")
+PAGES += ("specialisation", "coactivation", "settling", "placement")
 
 
 def counts(folder):

@@ -17,7 +17,7 @@ from recorder.manifest_shape import check_manifest
 
 Open = Callable[..., AppTest]
 Write = Callable[..., Path]
-PAGES = ("overview", "replay", "tokens", "layouts")
+PAGES = ("overview", "replay", "tokens", "layouts", "specialisation", "coactivation", "settling", "placement")
 
 
 def words(test: AppTest) -> str:

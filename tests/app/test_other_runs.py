@@ -10,6 +10,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 VIEWS = ("runs", "overview", "replay", "tokens", "layouts", "compare", "recording", "dispatch")
+VIEWS += ("specialisation", "coactivation", "settling", "placement")
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def test_references_stay_inside(s3: str) -> None:
         assert folders.resolve(reference, known) is None
 
 
-@pytest.mark.parametrize("name", ["runs", "overview", "replay", "tokens", "layouts"])
+@pytest.mark.parametrize("name", ["runs", "overview", "replay", "tokens", "layouts", "settling", "placement"])
 def test_every_page_draws_a_run(remote: ObjectPath, write_run: WriteRun, open_page: Open, name: str) -> None:
     write_run(remote, "a", name="In the store")
     page = open_page(name, run="a")

@@ -1,0 +1,109 @@
+"""Pairs of experts as a matrix of shares: who fires with whom, who follows whom.
+
+Shapes: A experts of the rows, B experts of the columns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+
+from app.figures.labels import category_ticks
+from app.figures.theme import Theme, figure_layout, palette
+
+# One hue for shares, as in the matrix of tokens: neither the load's colours nor an expert's.
+_INTENSITY = {
+    "light": [[0.0, "#f2f8f5"], [0.5, "#58ab8c"], [1.0, "#00432f"]],
+    "dark": [[0.0, "#16211d"], [0.5, "#2f9673"], [1.0, "#b9f5dd"]],
+}
+MAX_SIDE = 100  # rows or columns; more are pooled by their maximum
+
+
+def pair_matrix(
+    share_AB: NDArray[np.float64],
+    order_A: NDArray[np.int64],
+    order_B: NDArray[np.int64],
+    *,
+    title: str,
+    row_title: str,
+    column_title: str,
+    hover: str,
+    limit: float,
+    theme: Theme = "light",
+    note: str | None = None,
+) -> go.Figure:
+    """Shares from 0 to `limit` as intensity, rows from the top and columns from the left in the orders given.
+
+    share_AB: by the experts' own numbers; NaN is left grey. hover: words between the two experts and the share, with
+    %{y} and %{x} in place of them. Beyond MAX_SIDE neighbours in the order are pooled, the greatest share shown.
+    """
+    p = palette(theme)
+    share = share_AB[np.ix_(order_A, order_B)]
+    share, rows = _pooled(share, order_A)
+    share, columns = _pooled(share.T, order_B)
+    share = share.T
+    notes = [note] if note else []
+    if len(rows) < len(order_A) or len(columns) < len(order_B):
+        notes.append(f"Neighbours are pooled to {len(rows)} rows and {len(columns)} columns, the greatest share shown.")
+    side = int(np.clip(18 * len(rows), 260, 640))
+    fig = go.Figure(
+        go.Heatmap(
+            x=columns,
+            y=rows,
+            z=share,
+            zmin=0,
+            zmax=limit,
+            colorscale=_INTENSITY[theme],
+            hoverongaps=False,
+            xgap=1 if len(columns) <= 64 else 0,
+            ygap=1 if len(rows) <= 64 else 0,
+            hovertemplate=f"{hover}: <b>%{{z:.1%}}</b><extra></extra>",
+            colorbar={
+                "title": {"text": "share", "side": "top", "font": {"size": 13, "color": p.text}},
+                "tickformat": ".0%",
+                "tickfont": {"size": 12, "color": p.text},
+                "thickness": 14,
+                "outlinewidth": 0,
+                "lenmode": "pixels",
+                "len": 200,
+                "y": 1,
+                "yanchor": "top",
+                "ypad": 0,
+            },
+        )
+    )
+    figure_layout(
+        fig,
+        title=title,
+        theme=theme,
+        note=" ".join(notes) or None,
+        height=side + 56,
+        legend=False,
+        right=90,
+        x_title=column_title,
+        y_title=row_title,
+    )
+    fig.update_layout(plot_bgcolor=p.no_data)
+    for axis, labels, most in ((fig.update_xaxes, columns, 40), (fig.update_yaxes, rows, 32)):
+        axis(
+            type="category",
+            categoryorder="array",
+            categoryarray=labels,
+            tickvals=category_ticks(labels, most),
+            showgrid=False,
+            ticks="",
+        )
+    fig.update_xaxes(range=[-0.5, len(columns) - 0.5], tickangle=0)
+    fig.update_yaxes(range=[len(rows) - 0.5, -0.5])
+    return fig
+
+
+def _pooled(share: NDArray[np.float64], order: NDArray[np.int64]) -> tuple[NDArray[np.float64], list[str]]:
+    """Rows by their names; where there are too many, blocks of them by the greatest share in each."""
+    each = -(-len(order) // MAX_SIDE)
+    if each <= 1:
+        return share, [str(expert) for expert in order]
+    first_R = np.arange(0, len(order), each)
+    names = [", ".join(map(str, order[first : first + each])) for first in first_R.tolist()]
+    return np.fmax.reduceat(share, first_R, axis=0), names

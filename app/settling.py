@@ -1,0 +1,114 @@
+"""When routing settles, as numbers and in words: saturation and churn over probes, and the tokens that moved last.
+
+Shapes: P probes, T tokens of the probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from app.words import count, listed, percent
+
+SETTLED = 0.8  # share of the final choices from which on a layer counts as settled
+_NAMED = 3  # layers named one by one in a title
+
+
+def settled_at(saturation: pd.Series) -> int | None:
+    """The first probe from which on at least SETTLED of the choices are the final ones; None where only the last has.
+
+    saturation  by probe step, ascending, undefined = NaN
+    """
+    behind = np.flatnonzero(~(saturation.to_numpy(np.float64) >= SETTLED))
+    first = int(behind[-1]) + 1 if behind.size else 0
+    return int(saturation.index[first]) if first < len(saturation) - 1 else None
+
+
+def headline(saturation: Mapping[int | str, pd.Series]) -> str:
+    """The answer in words. saturation: by layer."""
+    settled = {layer: settled_at(one) for layer, one in saturation.items()}
+    never = [layer for layer, step in settled.items() if step is None]
+    share = percent(SETTLED)
+    if not never and len(settled) <= _NAMED:
+        parts = [f"from step {step:,} on in layer {layer}" for layer, step in settled.items()]
+        return f"{share} of the final choices are in place {listed(parts)}"
+    if not never:
+        last = max(settled, key=lambda layer: settled[layer] or 0)
+        return (
+            f"All {len(settled)} layers have {share} of their final choices in place from step {settled[last]:,} on, "
+            f"layer {last} last"
+        )
+    which = f"layer {never[0]}" if len(never) == 1 else f"{len(never)} of {count(len(settled), 'layer')}"
+    if len(never) == len(settled):
+        which = "no layer" if len(settled) > 1 else which
+        verb = "has" if len(settled) > 1 else "has not"
+        return f"Routing has not settled: {which} {verb} {share} of its final choices in place before the last probe"
+    return f"Routing has not settled everywhere: {which} reached {share} of the final choices only at the last probe"
+
+
+def curves_table(saturation: Mapping[int | str, pd.Series], churn: Mapping[int | str, pd.Series]) -> pd.DataFrame:
+    """A row for each layer and probe: layer, step, saturation, churn (null where undefined)."""
+    frames = [
+        pd.DataFrame(
+            {
+                "layer": layer,
+                "step": one.index.to_numpy(np.int64),
+                "saturation": one.to_numpy(np.float64),
+                "churn": churn[layer].to_numpy(np.float64),
+            }
+        )
+        for layer, one in saturation.items()
+    ]
+    return pd.concat(frames, ignore_index=True).astype({"saturation": "Float64", "churn": "Float64"})
+
+
+def moves_table(fluctuation: pd.DataFrame, probes_P: np.ndarray) -> pd.DataFrame:
+    """How many tokens moved last at which probe: a row for "never", then one for each probe but the last.
+
+    fluctuation  of `Run.last_fluctuation`
+    probes_P     steps of the probes, ascending
+    """
+    last_T = fluctuation["last_fluctuation"].to_numpy(np.float64, na_value=np.nan)
+    rows = [("never", int(np.isnan(last_T).sum()))]
+    rows += [(f"{step:,}", int((last_T == step).sum())) for step in probes_P[:-1].tolist()]
+    frame = pd.DataFrame(rows, columns=["last probe with another first choice", "tokens"])
+    frame["share (%)"] = 100 * frame["tokens"] / max(len(last_T), 1)
+    return frame
+
+
+def last_movers(
+    fluctuation: pd.DataFrame, tokens: pd.DataFrame, before: Mapping[int, pd.DataFrame], final: pd.DataFrame, most: int
+) -> pd.DataFrame:
+    """The tokens whose first choice became final last, latest first; at most `most`.
+
+    Columns: last other choice at (step), token, text, sequence, position (where recorded), expert there, final expert.
+
+    before  decisions by probe step; final: those of the last probe
+    """
+    moved = fluctuation[fluctuation["last_fluctuation"].notna()]
+    moved = moved.sort_values(["last_fluctuation", "rank", "token"], ascending=[False, True, True]).head(most)
+    firsts = {step: _first_choices(frame) for step, frame in before.items()}
+    final_first = _first_choices(final)
+    places = list(zip(moved["rank"], moved["token"], strict=True))
+    steps = moved["last_fluctuation"].astype("int64").tolist()
+    frame = pd.DataFrame(
+        {"last other choice at": steps, "rank": moved["rank"].tolist(), "token": moved["token"].tolist()}
+    )
+    frame["expert there"] = [firsts[step].get(place) for step, place in zip(steps, places, strict=True)]
+    frame["final expert"] = [final_first.get(place) for place in places]
+    frame[["expert there", "final expert"]] = frame[["expert there", "final expert"]].astype("Int64")
+    if len(tokens):
+        about = tokens[["rank", "token", "text", "sequence", "position"]].copy()
+        frame = frame.astype({"rank": "int64", "token": "int64"}).merge(
+            about.astype({"rank": "int64", "token": "int64"}), on=["rank", "token"], how="left"
+        )
+    if (frame["rank"] == 0).all():
+        frame = frame.drop(columns="rank")
+    return frame
+
+
+def _first_choices(decisions: pd.DataFrame) -> dict[tuple[int, int], int]:
+    keys = zip(decisions["rank"].tolist(), decisions["token"].tolist(), strict=True)
+    return {key: int(experts[0]) for key, experts in zip(keys, decisions["experts"], strict=True) if experts[0] >= 0}

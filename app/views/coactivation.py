@@ -1,0 +1,147 @@
+"""Which experts fire together: within a layer, and from one MoE layer to the next.
+
+Shapes: E experts of a layer, F of the next MoE layer.
+"""
+
+import numpy as np
+import streamlit as st
+
+from app import charts, coactivation, data, layer_keys, state
+from app.figures.pair_matrix import pair_matrix
+from app.text import plain
+from app.views import empty
+from app.words import count, value
+from recorder.reader import Run
+
+_SHARE = "share"
+
+
+def render() -> None:
+    """Draw the page."""
+    head = st.container()
+    run = empty.require_run(decisions=True)
+    if run is None:
+        head.title("Co-activation")
+        return
+    phases = [phase for phase in data.phases(run) if data.decision_steps(run, phase).size]
+    if not phases:
+        head.title("Co-activation")
+        st.info(
+            f"This run recorded no single decisions{empty.where_readable(run)}, so nobody can tell which experts fired "
+            "for the same token."
+        )
+        st.markdown("**What to do:** record the decisions of every tenth step:")
+        st.code("routescope record --decisions-every 10 --steps 400", "bash")
+        return
+    with st.container(horizontal=True, gap="large"):
+        layer = state.pick_layer(run)
+        phase = state.pick_phase(phases)
+    steps_S = data.decision_steps(run, phase)
+    load_E = data.load_of_decisions(run, layer, phase)
+    if not load_E.sum():
+        head.title("Co-activation")
+        st.info(f"No decision of layer {layer_keys.label(run, layer)} was recorded in phase {phase}.")
+        return
+    with head:
+        title = st.empty()
+        st.caption(
+            f"**{plain(run.name)}**, phase {phase}: all recorded decisions of {count(steps_S.size, 'step')}, "
+            f"{steps_S[0]:,} to {steps_S[-1]:,}, counted together."
+        )
+    said = _together(run, layer, phase, load_E)
+    title.title(said or f"Layer {layer_keys.label(run, layer)}: each token uses one expert, so none fire together")
+    _flow(run, layer, phase, load_E)
+
+
+def _together(run: Run, layer: int, phase: str, load_E: np.ndarray) -> str | None:
+    """Draw the pairs of a layer and return what they say; None where tokens use one expert each."""
+    stats = data.layer_stats(run, layer, phase)
+    if stats.top_k < 2:
+        st.caption("With k = 1 a token has no pair of experts in a layer; below, where its tokens go in the next one.")
+        return None
+    share_EE = _pairs(run, layer, phase)
+    chance = coactivation.pair_chance(len(load_E), stats.top_k)
+    limit = max(float(np.nanmax(_pairs(run, one, phase), initial=0)) for one in _layers_with_pairs(run, phase))
+    st.caption(
+        "Experts that fire together stand side by side. Squares that stand out along the diagonal are groups of "
+        "experts that share their tokens; an even ground is chance. The diagonal itself says nothing and is left out."
+    )
+    order_E = coactivation.together_order(share_EE)
+    title = coactivation.together_title(layer_keys.label(run, layer), share_EE, load_E, chance)
+    figure = pair_matrix(
+        share_EE,
+        order_E,
+        order_E,
+        title=f"Share of an expert's tokens that use another one too, layer {layer_keys.label(run, layer)}",
+        row_title="of the tokens of expert",
+        column_title="use expert",
+        hover="of the tokens of expert %{y} use %{x} too",
+        limit=max(limit, chance),
+        theme=charts.theme(),
+        note=f"Chance: {value(100 * chance)}%, (k - 1) / (E - 1). One scale for all layers of the run.",
+    )
+    numbers = coactivation.pairs_table(share_EE, ("expert", "with expert", _SHARE), np.full_like(share_EE, chance))
+    charts.show(
+        figure,
+        key="coactivation",
+        alt=f"Share of each expert's tokens that use each other one of layer {layer_keys.label(run, layer)}.",
+        numbers=numbers,
+    )
+    return title
+
+
+def _pairs(run: Run, layer: int, phase: str) -> np.ndarray:
+    share_EE = data.of_run(run, "coactivation", layer, phase).to_numpy(np.float64).copy()
+    np.fill_diagonal(share_EE, np.nan)
+    return share_EE
+
+
+def _layers_with_pairs(run: Run, phase: str) -> list[int]:
+    return [
+        layer
+        for layer in layer_keys.keys(run)
+        if data.layer_stats(run, layer, phase).top_k > 1 and data.load_of_decisions(run, layer, phase).sum()
+    ]
+
+
+def _flow(run: Run, layer: int, phase: str, load_E: np.ndarray) -> None:
+    frame = data.of_run(run, "transitions", layer, phase)
+    named = layer_keys.label(run, layer)
+    if frame.empty:
+        st.caption(f"Layer {named} is the last MoE layer: its tokens go to no other.")
+        return
+    next_key = layer_keys.key_of(run, frame.attrs["next_layer"], frame.attrs["next_router"])
+    following = layer_keys.label(run, next_key)
+    st.subheader(f"From layer {named} to layer {following}", anchor=False)
+    st.caption(
+        "Each row spreads the choices of an expert over the experts of the next MoE layer. Rows that all look alike "
+        "mean that the next layer does not care; a cell that stands out is a path that tokens take together."
+    )
+    share_EF = frame.to_numpy(np.float64)
+    taken_F = np.nansum(share_EF * load_E[:, None], axis=0) / load_E.sum()
+    rows, columns = coactivation.flow_orders(share_EF)
+    figure = pair_matrix(
+        share_EF,
+        rows,
+        columns,
+        title=coactivation.flow_title(named, following, share_EF, load_E, taken_F),
+        row_title=f"expert of layer {named}",
+        column_title=f"expert of layer {following}",
+        hover="of the choices of expert %{y} go on to %{x}",
+        limit=_greatest_flow(run, phase),
+        theme=charts.theme(),
+        note="One scale for all layers of the run.",
+    )
+    numbers = coactivation.pairs_table(share_EF, ("from expert", "to expert", _SHARE), taken_F[None, :])
+    charts.show(
+        figure,
+        key="transitions",
+        alt=f"Share of the choices of each expert of layer {named} that go on to each expert of layer {following}.",
+        numbers=numbers,
+    )
+
+
+def _greatest_flow(run: Run, phase: str) -> float:
+    """The greatest share between any two MoE layers that follow one another."""
+    frames = [data.of_run(run, "transitions", layer, phase) for layer in layer_keys.keys(run)]
+    return max(float(np.nanmax(frame.to_numpy(np.float64), initial=0)) for frame in frames)

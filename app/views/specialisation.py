@@ -1,0 +1,158 @@
+"""What experts specialise in: domains, token ids, and examples in their context.
+
+Shapes: D domains, E experts.
+"""
+
+import numpy as np
+import pandas as pd
+import streamlit as st
+
+from app import charts, data, layer_keys, navigation, specialisation, state
+from app.figures.domain_matrix import domain_matrix
+from app.text import plain
+from app.views import empty
+from app.words import count, percent
+from moe_core import metrics
+from recorder.reader import Run
+
+MAX_TOKENS = 2000  # token ids to choose from, the most frequent
+MAX_EXAMPLES = 25
+
+
+def render() -> None:
+    """Draw the page."""
+    head = st.container()
+    run = empty.require_run(decisions=True)
+    if run is None:
+        head.title("Specialisation")
+        return
+    phases = [phase for phase in data.phases(run) if data.decision_steps(run, phase).size]
+    if not phases:
+        head.title("Specialisation")
+        st.info(
+            f"This run recorded no single decisions{empty.where_readable(run)}, so nobody can tell which "
+            "tokens went to which expert."
+        )
+        st.markdown("**What to do:** record the decisions of every tenth step:")
+        st.code("routescope record --decisions-every 10 --steps 400", "bash")
+        return
+    with st.container(horizontal=True, gap="large"):
+        layer = state.pick_layer(run)
+        phase = state.pick_phase(phases)
+    load_E = data.load_of_decisions(run, layer, phase)
+    if not load_E.sum():
+        head.title("Specialisation")
+        st.info(f"No decision of layer {layer_keys.label(run, layer)} was recorded in phase {phase}.")
+        return
+    named = layer_keys.label(run, layer)
+    share = data.of_run(run, "domain_specialisation", layer, phase)
+    steps_S = data.decision_steps(run, phase)
+    with head:
+        st.title(
+            plain(specialisation.headline(named, share))
+            if len(share)
+            else f"Layer {named}: which tokens its experts take",
+            help="Share of a domain's tokens that use an expert, against k/E, what even use would give (OLMoE "
+            "2409.02060), and against the mean of the other domains. An expert is called a domain's own from "
+            f"{specialisation.MUCH:g} times that on.",
+        )
+        st.caption(
+            f"**{plain(run.name)}**, phase {phase}: all recorded decisions of {count(steps_S.size, 'step')}, "
+            f"{steps_S[0]:,} to {steps_S[-1]:,}, counted together."
+        )
+    _domains(run, layer, share)
+    vocabulary = data.of_run(run, "vocabulary", layer, phase)
+    if not len(vocabulary):
+        st.info(
+            "No token ids were recorded with these decisions, so experts cannot be told by their tokens. From your own "
+            "code, record them with `recorder.step(step, token_ids=...)`."
+        )
+        return
+    _tokens_of_expert(run, layer, phase, vocabulary, load_E, share)
+    _experts_of_token(named, vocabulary)
+
+
+def _domains(run: Run, layer: int, share: pd.DataFrame) -> None:
+    if not len(share):
+        st.caption("No domains were recorded: `recorder.step(step, domains=[...])` names one for each sequence.")
+        return
+    st.caption(
+        "A row is the load that one domain alone would put on the experts: white is even use, red more, blue less, "
+        "purple next to nothing. Rows that look alike mean that experts do not care for domains."
+    )
+    figure = domain_matrix(
+        share.to_numpy(np.float64),
+        [str(domain) for domain in share.index],
+        float(share.attrs["baseline"]),
+        title=f"Use of the experts of layer {layer_keys.label(run, layer)} by domain, over the uniform share",
+        theme=charts.theme(),
+    )
+    charts.show(
+        figure,
+        key="domains",
+        alt=f"Share of each domain's tokens that use each expert of layer {layer_keys.label(run, layer)}, over k/E.",
+        numbers=specialisation.domain_numbers(share),
+    )
+
+
+def _tokens_of_expert(
+    run: Run, layer: int, phase: str, vocabulary: pd.DataFrame, load_E: np.ndarray, share: pd.DataFrame
+) -> None:
+    st.subheader(f"What an expert of layer {layer_keys.label(run, layer)} takes", anchor=False)
+    found = specialisation.own_expert(share.to_numpy(np.float64), share.attrs["baseline"]) if len(share) else None
+    expert = state.pick_option(
+        "expert",
+        "Expert",
+        list(range(len(load_E))),
+        default=int(load_E.argmax()) if found is None else found[1],
+        as_list=True,
+        help="The one most particular to a domain unless chosen otherwise.",
+    )
+    frame = specialisation.tokens_of(vocabulary, expert, int(load_E[expert]), metrics.MIN_OCCURRENCES)
+    of_all = percent(load_E[expert] / load_E.sum())
+    if not len(frame):
+        st.caption(
+            f"Expert {expert} got {of_all} of all assignments, none of a token id seen {metrics.MIN_OCCURRENCES} times."
+        )
+        return
+    most = frame["share of the token's (%)"] >= 50
+    st.markdown(
+        f"**Expert {expert} takes half or more of the occurrences of {count(int(most.sum()), 'token id')}**, and "
+        f"{of_all} of all assignments."
+    )
+    st.caption(f"Token ids seen at least {metrics.MIN_OCCURRENCES} times, the most faithful first.")
+    charts.table(frame, key="expert_tokens")
+    step = int(data.decision_steps(run, phase)[-1])
+    lines = specialisation.examples(
+        data.decisions(run, step, layer, phase), data.tokens(run, step, phase), expert, MAX_EXAMPLES
+    )
+    if len(lines):
+        st.caption(f"Examples in context, from step {step:,}: up to {MAX_EXAMPLES}, spread over all of that step.")
+        charts.table(lines, key="expert_examples")
+        if st.button("See that step's tokens", key="specialisation_tokens", icon=":material/text_fields:"):
+            navigation.go("tokens", layer=layer, phase=phase, step=step)
+
+
+def _experts_of_token(layer: layer_keys.Label, vocabulary: pd.DataFrame) -> None:
+    st.subheader("Where a token goes", anchor=False)
+    frequent = vocabulary.sort_values(["occurrences", "token_id"], ascending=[False, True]).head(MAX_TOKENS)
+    rows = {str(row["token_id"]): row for _, row in frequent.iterrows()}
+
+    def name(token_id: str) -> str:
+        text = rows[token_id]["text"]
+        shown = "" if text is None or text is pd.NA else repr(str(text))
+        return f"{shown} (id {token_id}, {int(rows[token_id]['occurrences']):,} times)"
+
+    token = state.pick_option("token", "Token", list(rows), format_func=name, as_list=True)
+    frame = specialisation.experts_of(rows[token])
+    seen = int(rows[token]["occurrences"])
+    known = vocabulary["share"].dropna().to_numpy(np.float64)
+    most = percent(frame["share (%)"].iloc[0] / 100)
+    said = f"**{most} of its {seen:,} occurrences use expert {frame['expert'].iloc[0]}.**"
+    if seen < metrics.MIN_OCCURRENCES:
+        said += f" Fewer than {metrics.MIN_OCCURRENCES}: that says little."
+    if known.size:
+        said += f" Over all {count(known.size, 'token id')} of layer {layer} seen often enough the main expert gets "
+        said += f"{percent(float(known.mean()))} on average."
+    st.markdown(said)
+    charts.table(frame, key="token_experts")

@@ -1,0 +1,249 @@
+"""The analysis of a run: tasks, the executor they go to, and the sum of their results."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recorder.analysis.counts import Counts
+from recorder.analysis.plan import Job, Plan, Task, plan_analysis
+from recorder.analysis.settling import ProbeTask, merge_probes
+from recorder.analysis.store import Store
+from recorder.analysis.tables import TABLES, make_tables
+from recorder.reader import Run
+from recorder.storage import StorageError
+
+#: Tasks handed out ahead of the one whose result is awaited, for each worker: results must not pile up.
+_AHEAD = 2
+#: For executors that do not tell how many workers they have (a cluster's): enough for it to be busy.
+_MANY_WORKERS = 64
+#: So often a part may be replaced by a compaction while the run is read.
+_ATTEMPTS = 10
+
+
+class Analysis:
+    """What a whole run was counted to: a table for each question.
+
+    Attributes:
+        tables: their names.
+        problems: one line for each part that could not be read and is not in the counts.
+        kept: None where the tables lie in the run's folder; otherwise why they do not, in one line.
+        read_jobs, counted_jobs: how many results were there already, and how many had to be made.
+    """
+
+    tables = TABLES
+
+    def __init__(
+        self,
+        load: Callable[[str], pa.Table],
+        *,
+        problems: Iterable[str] = (),
+        kept: str | None = None,
+        read_jobs: int = 0,
+        counted_jobs: int = 0,
+    ) -> None:
+        self._load = load
+        self._loaded: dict[str, pa.Table] = {}
+        self.problems = tuple(problems)
+        self.kept = kept
+        self.read_jobs, self.counted_jobs = read_jobs, counted_jobs
+
+    def table(self, name: str, **equals: Any) -> pa.Table:
+        """The rows of one table with these values (phase, layer, router ...; None = any), as Arrow.
+
+        Raises:
+            ValueError: an unknown table.
+        """
+        _check_table(name)
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        rows = self._loaded[name]
+        for column, value in equals.items():
+            if value is not None:
+                rows = rows.filter(pc.equal(rows[column], value))
+        return rows
+
+    def frame(self, name: str, **equals: Any) -> pd.DataFrame:
+        """The same as a pandas frame on Arrow dtypes."""
+        frame: pd.DataFrame = self.table(name, **equals).to_pandas(types_mapper=pd.ArrowDtype)
+        return frame
+
+
+def analyse(
+    run: Run,
+    *,
+    tables: Sequence[str] = TABLES,
+    executor: Executor | None = None,
+    keep: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Analysis:
+    """Count what all decisions of a run say, or take what has been counted already.
+
+    Args:
+        run: as it is now; look for new parts with its `refresh` first.
+        tables: count only what these need, which may be much less; the others are then empty, and nothing is kept.
+        executor: any of concurrent.futures, or a Dask cluster's `Client.get_executor(pure=False)`, whose workers see
+            the run at the same path; None = threads of this process.
+        keep: write results into the run's folder, `analysis/`, and take them from there the next time. Where the
+            folder cannot be written they stay in memory (`Analysis.kept` says why).
+        progress: told how many jobs are done, and of how many.
+
+    Raises:
+        ValueError: an unknown table.
+        StorageError: the object store cannot be reached.
+    """
+    for name in tables:
+        _check_table(name)
+    found = stored_analysis(run)
+    if found is not None:
+        return found
+    for attempt in range(_ATTEMPTS):
+        try:
+            return _count(run, plan_analysis(run, tables), executor, keep and set(tables) == set(TABLES), progress)
+        except FileNotFoundError:  # a compaction replaced a part
+            if attempt == _ATTEMPTS - 1:
+                raise
+            run.refresh()
+    raise AssertionError("unreachable")
+
+
+def stored_analysis(run: Run) -> Analysis | None:
+    """What an earlier `analyse` kept with the run, where that is still all of it; None otherwise."""
+    plan = plan_analysis(run)
+    store = Store(run.path)
+    if store.read_table(TABLES[-1], plan.digest) is None:  # the last one written
+        return None
+
+    def load(name: str) -> pa.Table:
+        table = store.read_table(name, plan.digest)
+        if table is None:
+            raise ValueError(f"{run.path}: analysis/{name}.parquet is gone or damaged; run routescope analyse again")
+        return table
+
+    return Analysis(load, problems=_known_problems(run), read_jobs=len(plan.jobs))
+
+
+def _count(
+    run: Run, plan: Plan, executor: Executor | None, keep: bool, progress: Callable[[int, int], None] | None
+) -> Analysis:
+    store = Store(run.path)
+    there = store.partials()
+    why_not = None if keep else "not asked for"
+    problems: list[str] = []
+    total = Counts()
+    new = [job for job in plan.jobs if job.name not in there]
+    with _threads(executor) as workers:
+        results = _results(workers, new)
+        for done, job in enumerate(plan.jobs, 1):
+            counts = store.read_partial(job.name) if job.name in there else None
+            if counts is None:
+                fresh = job.name not in there
+                counts, problem = next(results) if fresh else next(_results(workers, [job]))
+                problems += [problem] if problem else []
+                if why_not is None and problem is None:
+                    why_not = _tried(lambda job=job, counts=counts: store.write_partial(job.name, counts))  # type: ignore[misc]
+            total.merge(counts)
+            if progress is not None:
+                progress(done, len(plan.jobs))
+    tables = make_tables(total)
+    if why_not is None and not problems:
+        names = [job.name for job in plan.jobs]
+        why_not = _tried(lambda: store.write_tables(tables, plan.digest, names))
+    elif problems:
+        why_not = "parts cannot be read"
+    read = len(plan.jobs) - len(new)
+    return Analysis(
+        tables.__getitem__,
+        problems=[*_known_problems(run), *problems],
+        kept=why_not,
+        read_jobs=read,
+        counted_jobs=len(new),
+    )
+
+
+def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, str | None]]:
+    """The result of each job, in order, and what went wrong. Few tasks are under way at once."""
+    ahead = _AHEAD * getattr(executor, "_max_workers", _MANY_WORKERS)
+    tasks = deque(task for job in jobs for task in job.tasks)
+    under_way: deque[Future[Counts]] = deque()
+
+    def hand_out() -> None:
+        while tasks and len(under_way) < ahead:
+            under_way.append(executor.submit(run_task, tasks.popleft()))
+
+    try:
+        for job in jobs:
+            pieces: list[Counts] = []
+            problem = None
+            for _ in job.tasks:
+                hand_out()
+                try:
+                    pieces.append(under_way.popleft().result())
+                except (FileNotFoundError, StorageError):
+                    raise
+                except (OSError, ValueError, pa.ArrowException) as error:
+                    problem = f"{_what(job)}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            yield (merge_probes(pieces) if isinstance(job.tasks[0], ProbeTask) else _sum(pieces)), problem
+    finally:
+        for future in under_way:
+            future.cancel()
+
+
+def _known_problems(run: Run) -> list[str]:
+    """Parts that the run itself could not open, and so are in no plan."""
+    read = ("decisions/", "tokens/", "layer_stats/")
+    return [problem for problem in run.problems if problem.startswith(read)]
+
+
+def _check_table(name: str) -> None:
+    if name not in TABLES:
+        raise ValueError(f"unknown table {name!r}; there are {', '.join(TABLES)}")
+
+
+def run_task(task: Task) -> Counts:
+    """What an executor is given to run."""
+    return task.count()
+
+
+def _sum(pieces: list[Counts]) -> Counts:
+    total = Counts()
+    for piece in pieces:
+        total.merge(piece)
+    return total
+
+
+def _what(job: Job) -> str:
+    task = job.tasks[0]
+    return "probes" if isinstance(task, ProbeTask) else ", ".join(part.name for part in task.parts)
+
+
+def _tried(write: Callable[[], None]) -> str | None:
+    """Why something cannot be written; None where it was."""
+    try:
+        write()
+    except StorageError:
+        raise
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+class _threads:  # noqa: N801 (a context, not a thing)
+    """The executor that was given, left open; or threads of our own for the time being."""
+
+    def __init__(self, executor: Executor | None) -> None:
+        self._own = None if executor else ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="analysis")
+        self._executor = executor or self._own
+
+    def __enter__(self) -> Executor:
+        assert self._executor is not None
+        return self._executor
+
+    def __exit__(self, *_: object) -> None:
+        if self._own is not None:
+            self._own.shutdown(cancel_futures=True)

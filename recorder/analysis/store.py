@@ -1,0 +1,81 @@
+"""Where results of the analysis are kept: `analysis/` in the run's folder, Parquet files only.
+
+`partials/` holds the counts of each job under the job's name, and the folder itself the tables made of their sum. Each
+table's footer tells which parts it was made of, by the plan's digest.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recorder import storage
+from recorder.analysis.counts import Counts
+from recorder.storage import Place, StorageError
+
+FOLDER = "analysis"
+_PARTIALS = "partials"
+_DIGEST = b"routescope.analysis"
+#: So many rows are read to find those of one router.
+_GROUP_ROWS = 1 << 14
+
+
+class Store:
+    """Results of one run's analysis.
+
+    Args:
+        run: the run's folder.
+    """
+
+    def __init__(self, run: Place) -> None:
+        self._folder = run / FOLDER
+        self._partials = self._folder / _PARTIALS
+
+    def partials(self) -> set[str]:
+        """Names of the jobs whose counts are there."""
+        return {name.removesuffix(".parquet") for name in storage.files(self._partials, ".parquet")}
+
+    def read_partial(self, name: str) -> Counts | None:
+        """The counts of a job; None where they cannot be read and have to be made again."""
+        try:
+            with storage.parquet_file(self._partials / f"{name}.parquet") as file:
+                return Counts.from_table(file.read(use_threads=False))
+        except StorageError:
+            raise
+        except (OSError, ValueError, pa.ArrowException):
+            return None
+
+    def write_partial(self, name: str, counts: Counts) -> None:
+        """Keep the counts of a job. Raises OSError where that cannot be done."""
+        storage.make_folder(self._folder)
+        storage.make_folder(self._partials)
+        table = counts.as_table()
+        storage.write(self._partials / f"{name}.parquet", lambda file: pq.write_table(table, file, compression="zstd"))
+
+    def write_tables(self, tables: Mapping[str, pa.Table], digest: str, jobs: Iterable[str]) -> None:
+        """Keep the tables, and of the partial results only those of these jobs.
+
+        Raises:
+            OSError: that cannot be done.
+        """
+        storage.make_folder(self._folder)
+        for name, table in tables.items():
+            marked = table.replace_schema_metadata({_DIGEST: digest.encode()})
+
+            def write(file: object, marked: pa.Table = marked) -> None:
+                pq.write_table(marked, file, compression="zstd", row_group_size=_GROUP_ROWS)
+
+            storage.write(self._folder / f"{name}.parquet", write)
+        storage.remove(self._partials, [f"{name}.parquet" for name in self.partials() - set(jobs)])
+
+    def read_table(self, name: str, digest: str) -> pa.Table | None:
+        """One of the tables; None where it is not there or was made of other parts."""
+        try:
+            with storage.parquet_file(self._folder / f"{name}.parquet") as file:
+                if (file.metadata.metadata or {}).get(_DIGEST) != digest.encode():
+                    return None
+                return file.read(use_threads=False).replace_schema_metadata(None)
+        except StorageError:
+            raise
+        except (OSError, ValueError, pa.ArrowException):
+            return None

@@ -1,0 +1,104 @@
+"""Co-activation: planted blocks come out, and every share is that of pandas on the files."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from planted import Planted, write_planted
+
+BLOCKS = ((0, 5, 9, 12), (1, 4, 10, 15), (2, 7, 8, 13), (3, 6, 11, 14))
+TRUTH = Planted(steps=60, blocks=BLOCKS, moves=(0.3, 0.2))
+
+
+def table(test, column):
+    assert not test.exception, test.exception
+    return next(element.value for element in test.dataframe if column in element.value)
+
+
+def figure(test, key):
+    return next(
+        json.loads(chart.proto.spec) for chart in test.get("plotly_chart") if chart.proto.id.rpartition("-")[2] == key
+    )
+
+
+def decisions(run: Path, layer: int, phase: str = "train"):
+    rows = pq.read_table(run / "decisions").to_pandas(ignore_metadata=True)
+    return rows[(rows["layer"] == layer) & (rows["phase"] == phase)].set_index(["step", "token"])["experts"]
+
+
+@pytest.fixture
+def run(shown):
+    return write_planted(shown / "run", TRUTH)
+
+
+def test_pairs_are_those_of_the_files_and_the_blocks_stand_together(run, open_page):
+    test = open_page("coactivation", run="run", layer=3, phase="train")
+    together: Counter = Counter()
+    alone: Counter = Counter()
+    for experts in decisions(run, 3):
+        alone.update(int(expert) for expert in experts)
+        together.update(itertools.permutations([int(expert) for expert in experts], 2))
+    numbers = table(test, "with expert")
+    assert len(numbers) == 16 * 15
+    for row in numbers.itertuples(index=False):
+        assert row[2] == pytest.approx(together[row[0], row[1]] / alone[row[0]])
+        assert row[3] == pytest.approx(row[2] / (1 / 15))
+    order = [int(label) for label in figure(test, "coactivation")["layout"]["xaxis"]["categoryarray"]]
+    found = {frozenset(order[first : first + 4]) for first in range(0, 16, 4)}
+    assert found == {frozenset(block) for block in BLOCKS}
+    one, other, share = numbers.iloc[0, 0], numbers.iloc[0, 1], numbers.iloc[0, 2]
+    assert test.title[0].value.startswith(f"Layer 3: {share:.0%} of the tokens of expert {one} use expert {other} too")
+    assert any({one, other} <= set(block) for block in BLOCKS)
+    assert "Layer 3 is the last MoE layer" in "\n".join(element.value for element in test.caption)
+
+
+def test_flows_are_those_of_the_files_and_stay_within_the_blocks(run, open_page):
+    test = open_page("coactivation", run="run", layer=1, phase="train")
+    numbers = table(test, "to expert")
+    flow = np.zeros((16, 16))
+    following = decisions(run, 3)
+    for place, experts in decisions(run, 1).items():
+        for one, other in itertools.product(experts, following[place]):
+            flow[one, other] += 1
+    flow /= flow.sum(axis=1, keepdims=True)
+    assert len(numbers) == 256
+    for row in numbers.itertuples(index=False):
+        assert row[2] == pytest.approx(flow[row[0], row[1]])
+    order = [int(label) for label in figure(test, "transitions")["layout"]["yaxis"]["categoryarray"]]
+    assert {frozenset(order[first : first + 4]) for first in range(0, 16, 4)} == {frozenset(block) for block in BLOCKS}
+
+
+def test_even_routing_has_no_pair_that_stands_out(shown, open_page):
+    write_planted(shown / "run", Planted(steps=60))
+    test = open_page("coactivation", run="run", layer=1)
+    assert not test.exception, test.exception
+    assert test.title[0].value.startswith("Layer 1: no pair fires together much more than by chance")
+
+
+def test_one_expert_a_token(shown, open_page):
+    write_planted(shown / "run", Planted(steps=40, top_k=1))
+    test = open_page("coactivation", run="run", layer=1)
+    assert not test.exception, test.exception
+    assert test.title[0].value == "Layer 1: each token uses one expert, so none fire together"
+    assert [element.value for element in test.subheader] == ["From layer 1 to layer 3"]
+
+
+def test_without_decisions_it_says_what_to_do(shown, open_page, write_run):
+    write_run(shown, "run", range(1, 5))
+    test = open_page("coactivation", run="run")
+    assert not test.exception, test.exception
+    assert "This run recorded no single decisions" in test.info[0].value
+    assert "--decisions-every" in test.code[0].value
+
+
+def test_more_experts_than_pixels_are_pooled_by_their_maximum(shown, open_page):
+    write_planted(shown / "run", Planted(num_experts=160, top_k=4, tokens=256, steps=21, layers=(0,)))
+    test = open_page("coactivation", run="run")
+    picture = figure(test, "coactivation")
+    assert len(picture["layout"]["xaxis"]["categoryarray"]) == 80
+    assert "pooled to 80 rows and 80 columns" in picture["layout"]["title"]["text"]
+    assert len(table(test, "with expert")) == 10_000
