@@ -204,7 +204,13 @@ def pick_layer(run: Any, keys: Sequence[int] | None = None, *, label: str = "MoE
     shown = {key: name for key, name in layer_keys.labels(run).items() if keys is None or key in keys}
     if not shown:
         raise ValueError(f"run {run.run_id} has no MoE layer")
-    return pick_option("layer", label, list(shown), format_func=lambda key: str(shown[key]))
+    return pick_option(
+        "layer",
+        label,
+        list(shown),
+        format_func=lambda key: str(shown[key]),
+        as_list=any(isinstance(name, str) for name in shown.values()),  # buttons with words do not fit side by side
+    )
 
 
 def pick_step(steps: Iterable[int], *, label: str = "Step", default: int | None = None, help: str | None = None) -> int:

@@ -359,13 +359,12 @@ def _head(layer: Mapping[str, Any], *, no_data: bool) -> str:
 
 def _tick(layer: Mapping[str, Any], *, few: bool) -> str:
     total, active = layer.get("parameters_total"), layer.get("parameters_active")
-    name, _, of = str(label_of(layer)).partition(" (")
+    name = str(label_of(layer))
     if not few:
-        return name
-    text = f"{name}<br>({of}" if of else name
+        return name.partition(" (")[0]
     if total is None:
-        return text
-    text += f"<br>{si(float(total))}"
+        return name
+    text = f"{name}<br>{si(float(total))}"
     return text + (f", {si(float(active))} active" if is_moe(layer) and active is not None else "")
 
 
