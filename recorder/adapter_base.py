@@ -49,7 +49,8 @@ class RouterAdapter:
     def describe(self, module: nn.Module, model: nn.Module) -> dict[str, Any]:
         """What the manifest says of this router; an entry that is left out or None is not known.
 
-        Keys: num_experts, top_k, num_shared_experts, latent_size, score_function, balancer, expert_d_ff, activation.
+        Keys: num_experts, top_k (None where it varies from forward to forward), num_shared_experts, latent_size,
+        score_function, balancer, expert_d_ff, activation.
         """
         raise NotImplementedError(f"{type(self).__name__} has no describe()")
 

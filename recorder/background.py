@@ -16,9 +16,9 @@ class Background:
 
     It rests between bouts of work: woken for each item it would be in the way of whoever puts them, at the worst time.
 
-    handle: must not raise; if it does, the thread ends and `error` says why: items are then thrown away, and nobody
-    waits for them. idle: called in the thread when nothing has come for `idle_seconds`. max_bytes: of the items not
-    yet done with; a larger one has its turn when nothing else is there.
+    handle: must not raise; if it does, the thread ends and `error` says why. Once it has ended, so or by `close`, items
+    are thrown away, and nobody waits for them. idle: called in the thread when nothing has come for `idle_seconds`.
+    max_bytes: of the items not yet done with; a larger one has its turn when nothing else is there.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Background:
         self._bytes = 0
         self._busy = False
         self._wanted = 0  # those who wait for it
-        self._closing = False
+        self._closing = self._ended = False
         self._changed = threading.Condition()
         # a daemon: a script that ends without closing its recorder ends all the same
         self._thread = threading.Thread(target=self._run, name="routescope-recorder", daemon=True)
@@ -46,11 +46,11 @@ class Background:
         """Queue the item. False where there is no room for it and `wait` is off; else waits for room."""
         with self._changed:
             # what takes no room never waits: the thread itself puts such items
-            while nbytes and self._pending and self._bytes + nbytes > self._max_bytes and self.error is None:
+            while nbytes and self._pending and self._bytes + nbytes > self._max_bytes and not self._ended:
                 if not wait:
                     return False
                 self._await()
-            if self.error is None:
+            if not self._ended:
                 self._items.append((item, nbytes))
                 self._bytes += nbytes
                 if self._bytes > self._max_bytes // 2:
@@ -60,7 +60,7 @@ class Background:
     def drain(self) -> None:
         """Return once everything put so far is done with."""
         with self._changed:
-            while self._pending and self.error is None:
+            while self._pending and not self._ended:
                 self._await()
 
     def close(self) -> None:
@@ -97,6 +97,8 @@ class Background:
                 with self._changed:
                     self._rest()
                     if not self._items and self._closing:
+                        self._ended = True
+                        self._changed.notify_all()
                         return
                 while self._items:
                     with self._changed:
@@ -115,7 +117,7 @@ class Background:
                     idle_at = time.monotonic() + self._idle_seconds
         except BaseException as error:
             with self._changed:
-                self.error = error
+                self.error, self._ended = error, True
                 self._items.clear()
                 self._bytes, self._busy = 0, False
                 self._changed.notify_all()

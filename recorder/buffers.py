@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from recorder import checks
 from recorder.schema import PHASES, SCHEMAS, conform, id_type, round_weights, unify_schema
 
 
@@ -16,14 +17,11 @@ def key(step: int, phase: str) -> dict[str, Any]:
     """`step` and `phase` as columns.
 
     Raises:
-        ValueError: a negative step or an unknown phase.
+        ValueError: a step that is no whole number of 63 bits, or an unknown phase.
     """
     if phase not in PHASES:
         raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
-    number = int(step)
-    if number != step or number < 0:
-        raise ValueError(f"step must be a whole number, at least 0, got {step}")
-    return {"step": number, "phase": phase}
+    return {"step": checks.whole("step", step), "phase": phase}
 
 
 def experts_by_router(manifest: dict[str, Any]) -> dict[int, int]:
@@ -201,6 +199,8 @@ def _numbers(name: str, values: np.ndarray | None, num_tokens: int) -> np.ndarra
 def _texts(name: str, values: Sequence[str | None]) -> pa.Array:
     try:
         return pa.array(values, pa.string())
+    except UnicodeEncodeError:
+        return pa.array([checks.encodable(value) if value else value for value in values], pa.string())
     except (pa.ArrowException, TypeError) as error:
         raise ValueError(f"{name}_T must hold str or None: {error}") from None
 

@@ -18,6 +18,7 @@ from recorder.manifest import (
     replace_manifest,
     this_process,
 )
+from recorder.manifest_shape import check_manifest
 from recorder.parts import list_parts, part_rank, remove_leftovers
 from recorder.processes import environment_launch, wait_for
 from recorder.schema import FORMAT_VERSION, TABLES
@@ -47,14 +48,8 @@ def create_run(path: Place, given: dict[str, Any], *, weights: str, launch: str 
 
     Raises:
         RunExistsError: a run, part files or a file is there already.
+        ValueError: values of which a run could not be read; nothing is created then.
     """
-    if path.exists() and not path.is_dir():
-        raise RunExistsError(f"{path} is a file, not a folder for a run")
-    path.mkdir(parents=True, exist_ok=True)
-    if holds_run(path):
-        raise RunExistsError(f"{path} already holds a run; resume it or choose another folder")
-    if any(list_parts(path / table) for table in TABLES):
-        raise RunExistsError(f"{path} already holds part files of a run; choose another folder")
     moment = now()
     defaults: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
@@ -92,6 +87,14 @@ def create_run(path: Place, given: dict[str, Any], *, weights: str, launch: str 
         "recorded": (given.get("recorded") or {}) | {"weights": weights},
     }
     manifest["name"] = manifest["name"] or manifest["run_id"]
+    check_manifest(manifest)
+    if path.exists() and not path.is_dir():
+        raise RunExistsError(f"{path} is a file, not a folder for a run")
+    path.mkdir(parents=True, exist_ok=True)
+    if holds_run(path):
+        raise RunExistsError(f"{path} already holds a run; resume it or choose another folder")
+    if any(list_parts(path / table) for table in TABLES):
+        raise RunExistsError(f"{path} already holds part files of a run; choose another folder")
     create_manifest(path, manifest)
     return manifest
 
@@ -117,11 +120,12 @@ def resume_run(path: Place, given: dict[str, Any], *, launch: str | None = None)
             seen from here; whoever resumes there must know that it is gone. In an object store, which has no
             locks, also another that resumes at the same moment, unless the two just miss each other.
         RunNotFoundError, RunUnreadableError: no run there, or none that can be read.
+        ValueError: values of which a run could not be read.
     """
     with storage.lock(path):
         manifest = read_manifest(path)
         process, this = manifest.get("process"), this_process()
-        # This very process may take over from a writer of its own that it has given up.
+        # This very process may take over from a writer of its own that it has given up (RunWriter knows of others).
         if (
             isinstance(process, dict)
             and process.get("pid") != this["pid"]
@@ -130,6 +134,7 @@ def resume_run(path: Place, given: dict[str, Any], *, launch: str | None = None)
         ):
             raise RunExistsError(f"{path} is still being written by process {process['pid']}")
         manifest |= {name: value for name, value in given.items() if name not in FIXED_KEYS}
+        check_manifest(manifest)
         manifest |= {
             "heartbeat_at": now(),
             "status": "running",

@@ -9,19 +9,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checks import shown
 from .host_copies import HostCopy
+from .model_calls import real_tokens
 from .step_capture import MicroBatch
 from .step_rows import GivenTokens
 
 
 def mask_of(attention_mask: Any) -> Tensor | None:
-    """bool (T,): the mask, as a sequence of tokens."""
+    """bool (T,): the mask, as a sequence of tokens.
+
+    Raises ValueError for what is no mask: other than numbers or booleans, ragged, of more than two dimensions, or
+    with NaN (looked for on the host only).
+    """
     if attention_mask is None:
         return None
-    tensor = (
-        attention_mask.detach() if isinstance(attention_mask, Tensor) else torch.as_tensor(np.asarray(attention_mask))
-    )
-    return tensor.reshape(-1) > 0
+    wanted = "attention_mask must hold numbers or booleans, (B, S)"
+    try:
+        tensor = (
+            attention_mask.detach()
+            if isinstance(attention_mask, Tensor)
+            else torch.as_tensor(np.asarray(attention_mask))
+        )
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{wanted}, got {shown(attention_mask)}") from None
+    if tensor.dim() not in (1, 2) or tensor.is_complex():
+        raise ValueError(f"{wanted}, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if tensor.is_floating_point() and tensor.device.type == "cpu" and tensor.isnan().any():
+        raise ValueError(f"{wanted}, got NaN among them")
+    return real_tokens(tensor.reshape(-1))
 
 
 def check_given(

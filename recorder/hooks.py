@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import platform
 import sys
 import threading
@@ -23,13 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import buffers
+from . import buffers, checks
 from .adapters import RouterSite, find_routers
 from .background import Background
 from .describe import describe_model
 from .given_tokens import check_given, mask_of
 from .host_copies import HostCopy
 from .joint_run import open_run
+from .manifest import fields_of
 from .model_calls import Entrance, told_by
 from .model_hooks import ModelHooks
 from .processes import this_rank
@@ -37,7 +39,7 @@ from .sampling import Sampling
 from .step_capture import StepCapture
 from .step_rows import GivenTokens, StepRecord, StepWriter
 from .storage import Where
-from .writer import RunWriter, status_after
+from .writer import RunWriter, check_last, status_after
 
 LOGGED = ("loss", "ce_loss", "aux_loss", "z_loss", "grad_norm", "learning_rate", "wall_time_s")
 _WHEN_FULL = ("wait", "drop")
@@ -66,8 +68,9 @@ class RoutingRecorder:
     the model ran but a router was not seen (compiled before the recorder was attached, say) is told the same way.
 
     out: the run's own folder, or a URI such as s3://bucket/runs/mine.
-    name: shown in the dashboard (default: the folder's name). config: the full training configuration, kept in
-    the manifest; its "balancer" and "seed" are shown with the run. domains: names that `step(domains=...)` may use.
+    name: shown in the dashboard (default: the folder's name). config: the full training configuration, a mapping,
+    dataclass or Namespace, kept in the manifest (a value that JSON has no form for as text); its "balancer" and "seed"
+    are shown with the run. domains: names that `step(domains=...)` may use.
     stats_every, decisions_every: of the train phase, record every n-th step's statistics and decisions.
     decisions_share: of those steps' sequences, record the decisions of this share (0 < share <= 1), the same ones in
     every layer. Other phases are recorded in full. probe_every: how often you record probes; noted in the manifest.
@@ -92,7 +95,7 @@ class RoutingRecorder:
         out: Where,
         *,
         name: str | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         domains: Sequence[str] = (),
         stats_every: int = 1,
         decisions_every: int = 1,
@@ -112,13 +115,18 @@ class RoutingRecorder:
         self._sampling = Sampling(
             stats_every=stats_every, decisions_every=decisions_every, decisions_share=decisions_share
         )
-        if not max_buffer_mb > 0:
-            raise ValueError(f"max_buffer_mb={max_buffer_mb} is not above 0")
+        checks.number("max_buffer_mb", max_buffer_mb, above=True, finite=True)
+        if probe_every is not None:
+            checks.whole("probe_every", probe_every, least=1)
+        domains = checks.names("domains", domains)
+        config = fields_of(config)
+        text_of = _text_of(tokenizer)
         if when_full not in _WHEN_FULL:
             raise ValueError(f"when_full={when_full!r} is unknown; choose one of {', '.join(_WHEN_FULL)}")
         rank, world_size = this_rank(rank, world_size)
         found = find_routers(model, may_be_none=world_size > 1)
-        config = dict(config or {})
+        coefficients = {site.router: site.adapter.coefficients(site.module) for site in found}
+        described = describe_model(model, found)
         joint = open_run(
             out,
             {
@@ -126,7 +134,7 @@ class RoutingRecorder:
                 "source": source,
                 "seed": config.get("seed"),
                 "config": config,
-                "domains": list(domains),
+                "domains": domains,
                 "recorded": {
                     "stats_every": stats_every,
                     "decisions_every": decisions_every,
@@ -137,7 +145,7 @@ class RoutingRecorder:
                     "weights": "full" if writer_options.get("full_weights") else "rounded",
                 },
                 "versions": _versions(),
-                "model": describe_model(model, found),
+                "model": described,
             },
             rank=rank,
             world_size=world_size,
@@ -147,16 +155,20 @@ class RoutingRecorder:
         )
         self._writer = joint.writer
         numbers = joint.numbers
-        sites = [replace(site, router=numbers[site.router]) for site in found if site.router in numbers]
+        mine = [site for site in found if site.router in numbers]
+        sites = [replace(site, router=numbers[site.router]) for site in mine]
         self._sites = {site.router: site for site in sites}
         self._step_writer = StepWriter(
             self._writer,
             {router: site.layer for router, site in self._sites.items()},
-            {router: site.adapter.coefficients(site.module) for router, site in self._sites.items()},
-            _text_of(tokenizer),
+            {numbers[site.router]: coefficients[site.router] for site in mine},
+            text_of,
             writes_tokens=joint.tokens,
         )
         self._domains, self._tokens, self._when_full = tuple(domains), tokens or tokenizer is not None, when_full
+        self._top_k = {
+            numbers[layer["router"]]: layer["top_k"] for layer in described["layers"] if layer.get("router") in numbers
+        }
         self._open: StepCapture | None = None
         self._recorded: set[tuple[int, str]] = set()
         self._told_of: set[str] = set()
@@ -165,6 +177,7 @@ class RoutingRecorder:
         self._errors = self._dropped = 0
         self._last_step = 0
         self._closed = False
+        self._pid = os.getpid()
         flush_seconds = writer_options.get("flush_seconds")
         self._background = Background(
             lambda work: work(),
@@ -178,7 +191,8 @@ class RoutingRecorder:
     @property
     def writer(self) -> RunWriter:
         """The run's writer, once all that was recorded so far has gone through it; it belongs to another thread."""
-        self._background.drain()
+        if not self._forked:
+            self._background.drain()
         return self._writer
 
     @contextmanager
@@ -200,17 +214,20 @@ class RoutingRecorder:
         warned of once.
 
         token_ids, attention_mask, text: (B, S), those of several micro-batches concatenated along B; mask True or
-        1 = a real token; by default the model's own attention_mask. text may be a function that returns it, called
-        only where decisions are kept. domains: one name per sequence (B) or per token (B, S). In an encoder-decoder
-        model they are about the encoder's tokens; the decoder's are numbered after those. decisions: whether to keep
-        single decisions; default by `decisions_every` in the train phase, always elsewhere. Nothing is written when
-        the block raises.
+        1 = a real token (an additive mask of floats: 0 real, negative padding); by default the model's own
+        attention_mask. text may be a function that returns it, called only where decisions are kept. domains: one
+        name per sequence (B) or per token (B, S). In an encoder-decoder model they are about the encoder's tokens;
+        the decoder's are numbered after those. decisions: whether to keep single decisions; default by
+        `decisions_every` in the train phase, always elsewhere. Nothing is written when the block raises.
 
         Raises ValueError for an unknown phase, a step that was recorded already, shapes that do not match what the
-        model saw, or a closed recorder; RuntimeError inside another context of the same phase.
+        model saw, or a closed recorder; RuntimeError inside another context of the same phase. In a process forked
+        from the one that built the recorder nothing is recorded.
         """
         self._check_new(step, phase)
         outer = self._open
+        if outer is None:
+            self._hooks.start_anew()
         self._open = current = StepCapture(
             step,
             phase,
@@ -225,6 +242,8 @@ class RoutingRecorder:
             yield
         finally:
             self._open = outer
+        if self._forked:
+            return
         current.scalars.setdefault("wall_time_s", time.perf_counter() - started)
         given = GivenTokens()
         # a rank without routers to record saw no tokens to hold this against, nor one whose routers could not be read
@@ -267,7 +286,11 @@ class RoutingRecorder:
         self._open.scalars |= {name: _scalar(name, value) for name, value in scalars.items()}
 
     def flush(self) -> None:
-        """Return once all steps so far are on the disk."""
+        """Return once all steps so far are on the disk. Raises ValueError where the recorder is closed."""
+        if self._closed:
+            raise ValueError(f"the run at {self._writer.path} is closed")
+        if self._forked:
+            return
         self._background.drain()
         self._guarded("writing", self._writer.flush)
         self._speak()
@@ -275,12 +298,16 @@ class RoutingRecorder:
     def close(self, status: Literal["finished", "cancelled", "failed"] = "finished", error: str | None = None) -> None:
         """Write what is left, set the run's status and take the hooks off the model. May be called twice.
 
-        Where the last rows cannot be written, that is warned of, and the status is failed if even that can be.
+        Where the last rows cannot be written, that is warned of, and the status is failed if even that can be. In a
+        forked process this only takes the hooks off: the run is its parent's. Raises ValueError for another status.
         """
+        check_last(status)
         if self._closed:
             return
         self._closed = True
         self._hooks.remove()
+        if self._forked:
+            return
         atexit.unregister(self._at_exit)
         self._background.close()
         self._check_thread()
@@ -289,7 +316,7 @@ class RoutingRecorder:
             self._guarded("writing", partial(self._note_counts, counts))
         try:
             self._writer.finalize(status, error)
-        except OSError as problem:
+        except Exception as problem:
             self._warnings.append(f"the run at {self._writer.path} could not be closed: {problem}")
         self._speak()
 
@@ -337,9 +364,21 @@ class RoutingRecorder:
 
         def read() -> None:
             with torch.no_grad():
-                current.router_ran(site, site.adapter.read(site.module, args, kwargs, output))
+                observation = site.adapter.read(site.module, args, kwargs, output)
+                current.router_ran(site, observation)
+            said, top_k = self._top_k.get(site.router), observation.routing.top_k
+            if said not in (None, top_k):
+                self._note(
+                    f"top_k of {site.name}",
+                    f"router {site.name} chose {top_k} experts a token, but its adapter describes it with top_k={said}",
+                )
 
         current.misread |= not self._guarded(f"reading router {site.name}", read)
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a copy in a forked process: the thread is the parent's, and so are run and files."""
+        return os.getpid() != self._pid
 
     def _check_new(self, step: int, phase: str) -> None:
         buffers.key(step, phase)
@@ -449,6 +488,8 @@ class RoutingRecorder:
 
     def _at_exit(self) -> None:
         """The script ends without close(): keep the rows. The run shows as unfinished, since nobody said it is not."""
+        if self._forked:
+            return
         self._background.close()
         with contextlib.suppress(Exception):
             self._writer.flush()
@@ -463,22 +504,27 @@ def _versions() -> dict[str, str]:
 def _scalar(name: str, value: Any) -> float | HostCopy | None:
     if value is None:
         return None
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} must have one element, got a tensor of shape {tuple(value.shape)}")
+    no_number = value.is_complex() or value.is_meta if isinstance(value, Tensor) else np.iscomplexobj(value)
+    if no_number or isinstance(value, str | bytes):
+        raise ValueError(f"{name} must be a number, got {checks.shown(value)}")
     if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} must have one element, got a tensor of shape {tuple(value.shape)}")
         if value.is_cuda:
             return HostCopy([value.detach()])
         value = value.detach()
     try:
         return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number, got {value!r}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} must be a number, got {checks.shown(value)}") from None
 
 
 def _text_of(tokenizer: Any) -> Callable[[int], str] | None:
     """A function from token id to text that asks the tokenizer once per id."""
     if tokenizer is None:
         return None
+    if not callable(getattr(tokenizer, "decode", None)):
+        raise ValueError(f"tokenizer must have a method decode([id]), got {checks.shown(tokenizer)}")
     known: dict[int, str] = {}
 
     def text_of(token_id: int) -> str:

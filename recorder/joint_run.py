@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from recorder import checks
 from recorder.processes import Meeting, meeting, new_launch
 from recorder.storage import Place, Where, locate
 from recorder.writer import RunWriter
@@ -77,8 +78,9 @@ def open_run(
         TimeoutError: rank 0 waits in vain for what other ranks hold.
         ValueError: a data_parallel_rank that cannot be or cannot be used.
     """
-    if data_parallel_rank is not None and data_parallel_rank < 0:
-        raise ValueError(f"data_parallel_rank must be at least 0, got {data_parallel_rank}")
+    if data_parallel_rank is not None:
+        checks.whole("data_parallel_rank", data_parallel_rank)
+    join_seconds = checks.number("join_seconds", join_seconds)
     out = locate(out)
     options = {"rank": rank, "share": data_parallel_rank, "join_seconds": join_seconds} | writer_options
     values = {"world_size": world_size, "data_parallel_size": world_size} | dict(manifest)

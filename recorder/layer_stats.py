@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_core.routing import NO_CHOICE, Routing, top_k_by_lowest_id
 
-_COUNTS = ("tokens", "invalid", "rerouted")
+_COUNTS = ("tokens", "invalid", "rerouted", "nowhere")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,9 @@ def sum_up(
     rerouted_R = _rerouted(routings, stacked) if routings[0].expert_bias_E is not None else torch.zeros_like(tokens_R)
     # slot 0 for no choice, the last for an id that no expert has: on a device that would end the training
     slots_RN = (stacked.expert_ids_RTK.clamp(NO_CHOICE, E) + 1).view(R, -1)
-    counts = [torch.stack([tokens_R, invalid_R, rerouted_R], -1), _count(slots_RN, E)]
+    strange_RTK = (stacked.expert_ids_RTK < NO_CHOICE) | (stacked.expert_ids_RTK >= E)
+    nowhere_R = strange_RTK.sum((1, 2))
+    counts = [torch.stack([tokens_R, invalid_R, rerouted_R, nowhere_R], -1), _count(slots_RN, E)]
     if stacked.kept_RTK is not None:
         counts.append(_count(slots_RN.masked_fill(stacked.kept_RTK.reshape(R, -1), 0), E))
     mass_RE = torch.zeros(R, E + 2, dtype=sum_type, device=device)
@@ -120,9 +122,12 @@ def stats_row(
     counts, sums: of `sum_up`, added up over the micro-batches. Losses carry their coefficient, which is divided out
     again (an aux loss of 1 is uniform), and are null where there is none or its coefficient is 0. tokens counts the
     routed ones; rows that could not be routed stand in `invalid`. bias_E: what the last micro-batch was routed with.
+    Raises ValueError where ids are those of no expert: what the adapter read is not what the router did.
     """
     E = alike.num_experts
-    tokens, invalid, rerouted = (int(count) for count in counts[: len(_COUNTS)])
+    tokens, invalid, rerouted, nowhere = (int(count) for count in counts[: len(_COUNTS)])
+    if nowhere:
+        raise ValueError(f"{nowhere} of the expert ids are outside [-1, {E})")
     load, dropped = np.split(counts[len(_COUNTS) :], [E])
     entropy_sum, prob_sum, mass, of_losses = sums[0], sums[1 : E + 1], sums[E + 1 : 2 * E + 1], sums[2 * E + 1 :]
     means = dict(zip(alike.losses, of_losses, strict=True))
@@ -135,7 +140,7 @@ def stats_row(
         "tokens": tokens,
         "load": load,
         "gate_mass": mass,
-        "mean_prob": prob_sum / tokens if tokens else np.full(E, math.nan),
+        "mean_prob": prob_sum / tokens if tokens else None,
         "expert_bias": bias_E,
         "rerouted": rerouted if alike.has_bias else None,
         "dropped": dropped if alike.has_kept else None,

@@ -5,6 +5,8 @@ import math
 import os
 import platform
 import time
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from recorder import storage
+from recorder import checks, storage
 from recorder.manifest_shape import check_manifest
 from recorder.schema import FORMAT_VERSION
 from recorder.storage import Place, StorageError
@@ -21,6 +23,9 @@ MANIFEST_NAME = "run.json"
 STATUSES = ("running", "finished", "cancelled", "failed")
 #: Seconds without a heartbeat after which a run of another machine counts as unfinished.
 STALE_AFTER_S = 60.0
+#: What `plain` keeps as it is: json reads no integer of more than 4300 digits, nor any depth.
+_LONGEST_INT_BITS = 1024
+_DEEPEST = 50
 #: Two reports of one process's start may differ by clock adjustments; a reused pid within this is improbable.
 _START_TOLERANCE_S = 2.0
 
@@ -45,24 +50,53 @@ def now() -> str:
 def plain(value: Any) -> Any:
     """`value` as JSON can hold it: non-finite floats become None, numpy values and paths plain ones.
 
-    Raises:
-        TypeError: a value JSON has no form for, naming its type.
+    What JSON has no form for (a dtype, a function, what holds itself, more than 50 levels) becomes its text, shortened:
+    a setting that is odd to keep is no reason to keep a training from starting.
     """
-    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, np.generic)):
+    return _plain(value, ())
+
+
+def _plain(value: Any, inside: tuple[int, ...]) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return checks.encodable(value)
+    if isinstance(value, int) and value.bit_length() <= _LONGEST_INT_BITS:
+        return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
-    raise TypeError(f"run.json cannot hold a {type(value).__name__}: {value!r}")
+    if id(value) not in inside and len(inside) < _DEEPEST:
+        inside += (id(value),)
+        if isinstance(value, Mapping):
+            return {checks.encodable(_key(key)): _plain(item, inside) for key, item in value.items()}
+        if isinstance(value, list | tuple | set | frozenset):
+            return [_plain(item, inside) for item in value]
+        if is_dataclass(value) and not isinstance(value, type):
+            return _plain(fields_of(value), inside)
+    return checks.encodable(checks.shown(value, str))
+
+
+def _key(key: Any) -> str:
+    return str(key) if isinstance(key, str) else checks.shown(key, str)
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """The settings of a config: a mapping, a dataclass, or what keeps them as attributes (argparse.Namespace).
+
+    Raises:
+        ValueError: anything else.
+    """
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    if is_dataclass(config) and not isinstance(config, type):
+        return {field.name: getattr(config, field.name) for field in fields(config)}
+    if hasattr(config, "__dict__") and not callable(config):
+        return dict(vars(config))
+    raise ValueError(f"config must be a mapping, a dataclass or a Namespace, got {checks.shown(config)}")
 
 
 def library_versions() -> dict[str, str | None]:

@@ -76,6 +76,16 @@ def told_by(entrance: Entrance, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return {stream: _told(given, "decoder_" if stream == "decoder" else "", ()) for stream in entrance.streams}
 
 
+def real_tokens(mask: Tensor) -> Tensor:
+    """bool: which tokens are no padding. Nothing waits for the device.
+
+    Masks say 1 or True for a real token. Those of floats may be additive instead, 0 for a real one and very negative
+    for padding: such a mask holds nothing above 0.
+    """
+    above = mask > 0
+    return torch.where(above.any(), above, mask == 0) if mask.is_floating_point() else above
+
+
 def _told(given: Mapping[str, Any], prefix: str, args: tuple[Any, ...]) -> Told:
     ids = given.get(f"{prefix}input_ids")
     if ids is None and not prefix and args and _whole_matrix(args[0]):

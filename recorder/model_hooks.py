@@ -47,6 +47,10 @@ class ModelHooks:
             hook = _Hook(site.module, self._of_router(site))
             self._handles.append(site.module.register_forward_hook(hook, with_kwargs=True))
 
+    def start_anew(self) -> None:
+        """No call is going on: after an interrupt (KeyboardInterrupt), torch tells nobody that one is over."""
+        self._depth = 0
+
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from recorder import checks
 from recorder.manifest import RunExistsError, RunNotFoundError, RunUnreadableError
 
 _LAUNCH_VARIABLES = (
@@ -44,9 +45,9 @@ def this_rank(rank: int | None = None, world_size: int | None = None) -> tuple[i
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank and world_size go together, got rank={rank} and world_size={world_size}")
     if rank is not None and world_size is not None:
-        if not 0 <= rank < world_size:
+        if checks.whole("rank", rank) >= checks.whole("world_size", world_size, least=1):
             raise ValueError(f"rank must be at least 0 and below world_size={world_size}, got {rank}")
-        return rank, world_size
+        return int(rank), int(world_size)
     distributed = _distributed()
     if distributed is not None:
         return distributed.get_rank(), distributed.get_world_size()

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recorder import buffers
+from recorder import buffers, checks
 from recorder.schema import TABLES
 
 #: What a row of plain Python values takes beside its arrays: some twenty numbers and the dict that holds them.
@@ -22,6 +22,7 @@ class RowBuffer:
     def __init__(self, part_bytes: int) -> None:
         self._part_bytes = part_bytes
         self._waiting: dict[str, list[pa.Table | dict[str, Any]]] = {table: [] for table in TABLES}
+        self.set_aside: list[str] = []  # what became of rows that no part can hold, for the caller to tell and clear
         self.num_rows = 0
         self.num_bytes = 0
 
@@ -39,16 +40,25 @@ class RowBuffer:
     def next_part(self, table: str, *, rank: int, segment: int) -> tuple[pa.Table, int] | None:
         """The longest waiting rows of a table that fit one part, and how many entries they are; None when none wait.
 
-        They stay until `written`, so that a write that failed is tried again with nothing lost.
+        They stay until `written`, so that a write that failed is tried again with nothing lost. An entry that Arrow
+        refuses (a number of more than 64 bits) is dropped and noted in `set_aside`: it would block all that follow.
         """
         waiting = self._waiting[table]
-        if not waiting:
-            return None
-        entries, size = 1, _size(waiting[0])
-        while entries < len(waiting) and size + _size(waiting[entries]) <= self._part_bytes:
-            size += _size(waiting[entries])
-            entries += 1
-        return buffers.assemble(table, waiting[:entries], rank=rank, segment=segment), entries
+        limit = len(waiting)
+        while waiting:
+            entries, size = 1, _size(waiting[0])
+            while entries < min(limit, len(waiting)) and size + _size(waiting[entries]) <= self._part_bytes:
+                size += _size(waiting[entries])
+                entries += 1
+            try:
+                return buffers.assemble(table, waiting[:entries], rank=rank, segment=segment), entries
+            except (ArithmeticError, TypeError, ValueError, pa.ArrowException) as error:
+                if entries == 1:
+                    count = _count(waiting[0])
+                    self.set_aside.append(f"{count} rows of {table} cannot be written: {checks.shown(error, str)}")
+                    self.written(table, 1)
+                limit = 1  # one by one, so that the others are written
+        return None
 
     def written(self, table: str, entries: int) -> None:
         """Let go of the first entries of a table: a part holds them."""

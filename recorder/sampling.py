@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
+
+from . import checks
 
 _MASK = (1 << 64) - 1
 
@@ -23,10 +26,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name in ("stats_every", "decisions_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is below 1")
-        if not 0 < self.decisions_share <= 1:
-            raise ValueError(f"decisions_share={self.decisions_share} is not above 0 and at most 1")
+            checks.whole(name, getattr(self, name), least=1)
+        if not isinstance(self.decisions_share, Real) or not 0 < self.decisions_share <= 1:
+            raise ValueError(f"decisions_share={self.decisions_share!r} is not above 0 and at most 1")
 
     def stats(self, step: int, phase: str) -> bool:
         return phase != "train" or step % self.stats_every == 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from .adapters import Observation, RouterSite
 from .host_copies import HostCopy, to_device
 from .layer_stats import Alike, Stacked, sum_up
-from .model_calls import Told
+from .model_calls import Told, real_tokens
 from .sampling import Sampling
 from .schema import id_type
 
@@ -219,7 +219,7 @@ class StepCapture:
                 "tokens: it is not applied"
             )
             return None
-        return to_device(told.mask[:, -S:].reshape(-1) > 0, device)
+        return to_device(real_tokens(told.mask)[:, -S:].reshape(-1), device)
 
     def _reduce(self) -> None:
         """Sum up what has been observed since the last call of this, and send decisions on their way."""

@@ -15,7 +15,7 @@ import numpy as np
 from moe_core.routing import NO_CHOICE
 
 from .host_copies import HostCopy
-from .layer_stats import stats_row
+from .layer_stats import Alike, stats_row
 from .step_capture import MicroBatch, SumsOnHost
 from .writer import RunWriter
 
@@ -95,7 +95,7 @@ class StepWriter:
                 for routers, arrays in _joined(batches, chosen, first_token).items():
                     self._decisions(record, routers, arrays, guard)
             first_token += sum(batch.num_tokens for batch in batches)
-        guard("writing layer_stats", lambda: self._stats(record))
+        guard("writing layer_stats", lambda: self._stats(record, guard))
         guard("writing steps", lambda: self._step(record, tokens))
 
     def _tokens(
@@ -174,7 +174,7 @@ class StepWriter:
 
         guard("writing decisions", all_or_each)
 
-    def _stats(self, record: StepRecord) -> None:
+    def _stats(self, record: StepRecord, guard: Guard) -> None:
         of_router: dict[int, tuple[Any, ...]] = {}
         for sums in record.sums:
             arrays = sums.copy.arrays()
@@ -185,11 +185,22 @@ class StepWriter:
                     _, counts_before, numbers_before, _ = of_router[router]
                     counts, numbers = _added(counts_before, counts), _added(numbers_before, numbers)
                 of_router[router] = (sums.alike, counts, numbers, bias_E)
-        for router, (alike, counts, numbers, bias_E) in sorted(of_router.items()):
-            row = stats_row(alike, counts, numbers, bias_E, self._coefficients_of[router])
-            self._writer.log_layer_stats(
-                record.step, phase=record.phase, layer=self._layer_of[router], router=router, **row
-            )
+        for router, sums_of_router in sorted(of_router.items()):
+            guard(f"writing layer_stats of router {router}", partial(self._stats_of, record, router, *sums_of_router))
+
+    def _stats_of(
+        self,
+        record: StepRecord,
+        router: int,
+        alike: Alike,
+        counts: np.ndarray,
+        numbers: np.ndarray,
+        bias_E: np.ndarray | None,
+    ) -> None:
+        row = stats_row(alike, counts, numbers, bias_E, self._coefficients_of[router])
+        self._writer.log_layer_stats(
+            record.step, phase=record.phase, layer=self._layer_of[router], router=router, **row
+        )
 
     def _step(self, record: StepRecord, tokens: int) -> None:
         scalars = {

@@ -5,8 +5,10 @@ Shapes: E experts, K top-k, T tokens.
 
 import contextlib
 import copy
+import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -15,9 +17,10 @@ from typing import Any, Literal, Self
 import numpy as np
 import pyarrow as pa
 
-from recorder import buffers, claim, storage
+from recorder import buffers, checks, claim, storage
 from recorder.compact import compact_table
 from recorder.manifest import STATUSES, RunExistsError, RunNotFoundError, now, plain, replace_manifest
+from recorder.manifest_shape import check_manifest
 from recorder.parts import next_sequence, part_name, write_part
 from recorder.row_buffer import RowBuffer
 from recorder.schema import SCHEMAS, TABLES
@@ -34,6 +37,8 @@ _WAITING_LIMIT = 2
 _RETRY_SECONDS = 1.0
 #: Seconds between two heartbeats while no rows come.
 _REST_BEAT_S = 15.0
+#: Of this process, by place and rank: two at once would overwrite each other's parts.
+_open_writers: weakref.WeakValueDictionary[tuple[str, int], "RunWriter"] = weakref.WeakValueDictionary()
 
 
 def status_after(error: BaseException | None) -> tuple[Literal["finished", "cancelled", "failed"], str | None]:
@@ -44,6 +49,12 @@ def status_after(error: BaseException | None) -> tuple[Literal["finished", "canc
         return "cancelled", None
     first_line = next(iter(str(error).splitlines()), "")
     return "failed", f"{type(error).__name__}: {first_line}".removesuffix(": ")
+
+
+def check_last(status: str) -> None:
+    """Raise ValueError for what is no status of a run that is over."""
+    if status not in STATUSES[1:]:
+        raise ValueError(f"status must be one of {', '.join(STATUSES[1:])}, got {status!r}")
 
 
 class RunWriter:
@@ -79,7 +90,8 @@ class RunWriter:
         full_weights: keep all 23 mantissa bits of the gate weights instead of 10.
 
     Raises:
-        RunExistsError: the folder holds a run already; or, on resume, a live process still writes to it.
+        RunExistsError: the folder holds a run already; or, on resume, a live process or another writer of this one
+            still writes to it.
         RunNotFoundError: resume without a run there, or rank 0 has opened none in time.
         ValueError: a setting out of range.
     """
@@ -100,33 +112,26 @@ class RunWriter:
         flush_steps: int | None = None,
         full_weights: bool = False,
     ) -> None:
-        if rank < 0:
-            raise ValueError(f"rank must be at least 0, got {rank}")
+        rank = checks.whole("rank", rank)
         self.path = storage.locate(path)
         if flush_seconds is None:
             flush_seconds = REMOTE_FLUSH_SECONDS if storage.is_remote(self.path) else FLUSH_SECONDS
-        if share is not None and share < 0:
-            raise ValueError(f"share must be at least 0 or None, got {share}")
+        share = rank if share is None else checks.whole("share", share)
         if resume not in (True, False, "auto"):
             raise ValueError(f"resume must be True, False or 'auto', got {resume!r}")
-        if not join_seconds >= 0:
-            raise ValueError(f"join_seconds must be at least 0, got {join_seconds}")
-        if not flush_seconds >= 0:
-            raise ValueError(f"flush_seconds must be at least 0, got {flush_seconds}")
-        if flush_rows < 1:
-            raise ValueError(f"flush_rows must be at least 1, got {flush_rows}")
-        if flush_bytes < 1:
-            raise ValueError(f"flush_bytes must be at least 1, got {flush_bytes}")
-        if flush_steps is not None and flush_steps < 1:
-            raise ValueError(f"flush_steps must be at least 1 or None, got {flush_steps}")
+        join_seconds = checks.number("join_seconds", join_seconds)
         self.rank = rank
-        self.share = rank if share is None else share
-        self._flush_seconds = flush_seconds
-        self._flush_rows = flush_rows
-        self._flush_bytes = flush_bytes
-        self._flush_steps = flush_steps
+        self.share = share
+        self._flush_seconds = checks.number("flush_seconds", flush_seconds)
+        self._flush_rows = checks.whole("flush_rows", flush_rows, least=1)
+        self._flush_bytes = checks.whole("flush_bytes", flush_bytes, least=1)
+        self._flush_steps = None if flush_steps is None else checks.whole("flush_steps", flush_steps, least=1)
         self._full_weights = full_weights
+        self._pid = os.getpid()
         given: dict[str, Any] = plain(manifest or {})
+        other = _open_writers.get((str(self.path), rank))
+        if resume and other is not None and other.is_open:
+            raise RunExistsError(f"{self.path} is still being written by this process: close that writer first")
         if rank:
             self._manifest = claim.join_run(self.path, rank, resume=bool(resume), launch=launch, seconds=join_seconds)
         elif resume is True or (resume == "auto" and claim.holds_run(self.path)):
@@ -150,6 +155,12 @@ class RunWriter:
         self._warned = False
         self._closed = False
         self._sequence = {table: next_sequence(self.path / table, rank) for table in TABLES}
+        _open_writers[str(self.path), rank] = self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows can be added: not closed, and not in a process that was forked from the one that opened it."""
+        return not self._closed and os.getpid() == self._pid
 
     @property
     def run_id(self) -> str:
@@ -398,7 +409,7 @@ class RunWriter:
 
     def log_event(self, step: int, kind: str, message: str) -> None:
         """Record that something happened (`non_finite`, `invalid_rows`, `recorder_error`, ...) at a step."""
-        row = {"step": buffers.key(step, "train")["step"], "kind": str(kind), "message": str(message)}
+        row = _event(buffers.key(step, "train")["step"], kind, message)
         self._add("events", None, row, 1)
         self._flush_between_steps(time.monotonic() - self._flushed_at >= self._flush_seconds)
 
@@ -406,7 +417,8 @@ class RunWriter:
         """Replace values of `run.json`, atomically.
 
         Raises:
-            ValueError: a key that identifies the run, a rank above 0, an unknown status, or the run is closed.
+            ValueError: a key that identifies the run, a rank above 0, an unknown status, values of which a run could
+                not be read, or the run is closed.
         """
         self._check_open()
         if self.rank:
@@ -416,7 +428,9 @@ class RunWriter:
             raise ValueError(f"{', '.join(fixed)} cannot be changed; fixed are {', '.join(claim.FIXED_KEYS)}")
         if changes.get("status", "running") not in STATUSES:
             raise ValueError(f"status must be one of {', '.join(STATUSES)}, got {changes['status']!r}")
-        self._manifest |= plain(changes)
+        manifest = self._manifest | plain(changes)
+        check_manifest(manifest)
+        self._manifest = manifest
         self._experts |= buffers.experts_by_router(self._manifest)
         self._beat()
 
@@ -432,6 +446,11 @@ class RunWriter:
             if self._refused:
                 self._add_event(self._buffered_step or 0, "recorder_error", self._refusal())
                 self._refused = 0
+                self._write_buffered()
+            if self._buffer.set_aside:
+                for message in self._buffer.set_aside:
+                    self._add_event(self._buffered_step or 0, "recorder_error", message)
+                self._buffer.set_aside.clear()
                 self._write_buffered()
             self._beat()
         except OSError as problem:
@@ -460,6 +479,8 @@ class RunWriter:
     ) -> None:
         """Flush, compact each table into few parts, then set the status. A second call does nothing.
 
+        Nor does a call in a forked process: the run belongs to the process that opened it.
+
         Args:
             status: finished, cancelled or failed.
             error: one line for a failed run.
@@ -468,9 +489,8 @@ class RunWriter:
             ValueError: another status.
             OSError: the rows could not be written; the status is then failed, if that can be.
         """
-        if status not in STATUSES[1:]:
-            raise ValueError(f"status must be one of {', '.join(STATUSES[1:])}, got {status!r}")
-        if self._closed:
+        check_last(status)
+        if not self.is_open:
             return
         try:
             if self._resumed_pending:
@@ -581,7 +601,7 @@ class RunWriter:
         return f"{self._refused} rows were not recorded, as {self.path} could not be written: {self._reason}"
 
     def _add_event(self, step: int, kind: str, message: str) -> None:
-        self._buffer.add("events", {"step": int(step), "kind": kind, "message": message})
+        self._buffer.add("events", _event(step, kind, message))
 
     def _write_part(self, table: str, rows: pa.Table) -> None:
         write_part(self.path / table / part_name(self.rank, self._sequence[table]), table, rows)
@@ -606,6 +626,12 @@ class RunWriter:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"the run at {self.path} is closed ({self._manifest['status']})")
+        if not self.is_open:
+            raise ValueError(f"the run at {self.path} is written by process {self._pid}, not by a fork of it")
+
+
+def _event(step: int, kind: str, message: str) -> dict[str, Any]:
+    return {"step": int(step), "kind": checks.encodable(str(kind)), "message": checks.encodable(str(message))}
 
 
 __all__ = ["RunExistsError", "RunNotFoundError", "RunWriter"]

@@ -1,6 +1,8 @@
 import json
+import math
 import os
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +62,82 @@ def test_manifest_of_a_new_run(tmp_path):
     assert {"python", "torch", "numpy", "pyarrow", "routescope"} <= stored["versions"].keys()
 
 
-def test_manifest_refuses_what_json_cannot_hold(tmp_path):
-    with pytest.raises(TypeError, match="object"):
-        RunWriter(tmp_path / "run", manifest={"config": {"x": object()}})
+def test_manifest_keeps_as_text_what_json_cannot_hold(tmp_path):
+    @dataclass
+    class Inner:
+        lr: float = 0.5
+
+    cyclic: dict[str, object] = {"n": 1}
+    cyclic["self"] = cyclic
+    deep: list[object] = []
+    for _ in range(3000):
+        deep = [deep]
+    config = {
+        **{"x": object(), "cyclic": cyclic, "deep": deep, "big": 10**5000, "inner": Inner(), "half": "\ud800"},
+        **{"seed": 2**64 - 1, "type": float},
+    }
+    writer = RunWriter(tmp_path / "run", manifest={"config": config})
+    stored = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
+    assert stored == writer.manifest["config"]
+    assert stored["x"].startswith("<object object at")
+    assert stored["cyclic"]["self"].startswith("{'n': 1")
+    assert (stored["big"], stored["seed"], stored["half"]) == ("<int>", 2**64 - 1, "?")
+    assert (stored["inner"], stored["type"]) == ({"lr": 0.5}, "<class 'float'>")
+
+
+@pytest.mark.parametrize("domains", [[1, 2], 5, "code"])
+def test_values_that_no_reader_takes_create_nothing(tmp_path, domains):
+    with pytest.raises(ValueError, match="domains"):
+        RunWriter(tmp_path / "run", manifest={"domains": domains})
+    assert not (tmp_path / "run").exists()
+    writer = RunWriter(tmp_path / "other")
+    with pytest.raises(ValueError, match="domains"):
+        writer.update_manifest(domains=domains)
+    assert Run(tmp_path / "other").manifest["domains"] == []
+
+
+def test_a_second_writer_in_one_process_is_refused(tmp_path):
+    first = RunWriter(tmp_path / "run")
+    with pytest.raises(RunExistsError, match="close that writer first"):
+        RunWriter(tmp_path / "run", resume=True)
+    first.finalize()
+    assert RunWriter(tmp_path / "run", resume=True).segment == 1
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    writer, at_home = RunWriter("here"), RunWriter("~/there")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for of, path in ((writer, tmp_path / "here"), (at_home, tmp_path / "home" / "there")):
+        of.log_step(0, tokens=1)
+        of.finalize()
+        assert Run(path).steps().step.tolist() == [0]
+
+
+def test_a_path_that_is_no_utf8_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no UTF-8"):
+        RunWriter(tmp_path / "run\udcff")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("flush_seconds", "a"),
+        ("flush_seconds", -1),
+        ("join_seconds", math.nan),
+        ("flush_rows", 1.5),
+        ("flush_bytes", 0),
+        ("flush_steps", True),
+        ("rank", "a"),
+        ("share", -1),
+    ],
+)
+def test_options_out_of_range_are_named(tmp_path, option, value):
+    with pytest.raises(ValueError, match=f"^{option} must be a .*, got {value!r}"):
+        RunWriter(tmp_path / "run", **{option: value})
     assert not (tmp_path / "run").exists()
 
 

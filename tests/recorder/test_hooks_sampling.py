@@ -3,6 +3,7 @@
 import os
 import time
 import tracemalloc
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -81,10 +82,10 @@ def test_the_share_comes_out(share):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"stats_every": 0}, "stats_every=0"),
+        ({"stats_every": 0}, "stats_every must be a whole number, at least 1, got 0"),
         ({"decisions_share": 0}, "decisions_share=0 is not above 0 and at most 1"),
         ({"decisions_share": float("nan")}, "decisions_share=nan"),
-        ({"max_buffer_mb": 0}, "max_buffer_mb=0"),
+        ({"max_buffer_mb": 0}, "max_buffer_mb must be a finite number, above 0, got 0"),
         ({"when_full": "later"}, "when_full='later' is unknown; choose one of wait, drop"),
     ],
 )
@@ -162,6 +163,8 @@ def test_the_queue_is_bounded_and_lets_a_giant_through():
 class _ChoosesMore(nn.Module):
     """Takes k from its input's size: as expert-choice routers do, its K varies."""
 
+    top_k = None
+
     def forward(self, x):
         logits = x[:, :4]
         weights, ids = logits.softmax(-1).topk(1 + len(x) % 2, dim=-1)
@@ -172,7 +175,7 @@ class _ChoosesMoreAdapter(RouterAdapter):
     classes = ("_ChoosesMore",)
 
     def describe(self, module, model):
-        return {"num_experts": 4, "top_k": 2, "score_function": "softmax"}
+        return {"num_experts": 4, "top_k": module.top_k, "score_function": "softmax"}
 
     def read(self, module, args, kwargs, output):
         logits, weights, ids = output
@@ -191,6 +194,21 @@ def test_micro_batches_of_different_k(tmp_path):
     assert all(len(ids) == 2 for ids in lists)
     assert [ids[1] == -1 for ids in lists] == [False] * 3 + [True] * 4
     assert table(tmp_path / "run", "layer_stats").load[0].sum() == 3 * 2 + 4
+
+
+def test_an_adapter_that_reads_another_k_than_it_describes(tmp_path):
+    register_adapter(_ChoosesMoreAdapter())
+    model = _ChoosesMore()
+    model.top_k = 2
+    recorder = RoutingRecorder(model, tmp_path / "run")
+    for step in range(2):
+        with (
+            pytest.warns(RuntimeWarning, match="chose 1 experts.*top_k=2") if not step else nullcontext(),
+            recorder.step(step),
+        ):
+            model(torch.randn(4, 8))
+    recorder.close()
+    assert table(tmp_path / "run", "events").kind.tolist() == ["recorder_error"]
 
 
 def test_micro_batches_weigh_losses_by_their_tokens(tmp_path):
