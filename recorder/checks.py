@@ -11,9 +11,9 @@ _SHOWN = 200
 
 def whole(name: str, value: Any, *, least: int = 0, most: int = _INT64_MAX) -> int:
     """`value` as an int. Of numpy's types too; True, 4.0 and arrays are no whole numbers here."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ValueError(f"{name} must be a whole number, at least {least}, got {shown(value)}")
-    if value > most:
+    if int(value) > most:
         raise ValueError(f"{name} must be a whole number, at most {most}, got {shown(value)}")
     return int(value)
 

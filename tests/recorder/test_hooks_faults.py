@@ -68,6 +68,7 @@ def test_an_adapter_that_fails(tmp_path, size, message):
     assert len([w for w in caught if "routescope" in str(w.message)]) == 1 + (size == 5)  # that it was not seen, too
     stats = table(tmp_path / "run", "layer_stats")
     assert stats[stats.router == 0].step.tolist() == [0, 1, 2, 3]
+    assert stats[stats.router == 1].step.tolist() == [0, 3]  # a load without the ids of no expert would be too low
     assert table(tmp_path / "run", "steps").step.tolist() == [0, 1, 2, 3]
     decisions = table(tmp_path / "run", "decisions")
     assert sorted(set(decisions[decisions.router == 0].step)) == [0, 1, 2, 3]
