@@ -34,6 +34,7 @@ def with_biases(v: ConfigValues, name: str = "attention_bias", *, default: bool 
 def latent(v: ConfigValues) -> LatentAttention:
     """Latent attention; a q_lora_rank of null says that queries are not compressed, so it must be there."""
     compressed = "q_lora_rank" not in v.fields or v.fields["q_lora_rank"] is not None
+    v.number("num_key_value_heads", default=None)  # of no use here, but wrong in a config that has it wrong
     return LatentAttention(
         num_heads=v.number("num_attention_heads"),
         q_lora_rank=v.number("q_lora_rank") if compressed else None,

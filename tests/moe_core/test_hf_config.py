@@ -137,6 +137,16 @@ def test_hostile_configs_are_refused_in_one_clear_line(config: Any, said: str) -
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), "x", 0])
+def test_latent_attention_needs_no_key_value_heads_but_takes_no_nonsense_for_them(wrong: Any) -> None:
+    fields = {"model_type": "deepseek_v3", **hf_meta.random_config("deepseek_v3", random.Random(1))}
+    assert refusal(fields) is None
+    assert refusal({**fields, "num_key_value_heads": None}) is None
+    said = refusal({**fields, "num_key_value_heads": wrong})
+    assert said is not None
+    assert said.startswith(f"num_key_value_heads={wrong!r} must be ")
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_config_of_nothing_but_a_family_names_what_it_lacks(family: str) -> None:
     with pytest.raises(ValueError, match="^the config has no [a-z_]+"):
