@@ -147,14 +147,23 @@ METRICS = (
 # ------------------------------------------------------------------------------------------------------ choosing
 
 
-def default_pair(runs: Sequence[data.Listed]) -> list[str]:
-    """References of the two runs to start with: aux loss and quantile where there are both, else the first two.
+def default_pair(runs: Sequence[data.Listed], shown: str | None = None) -> list[str]:
+    """References of the two runs to start with. Runs that cannot be read do not count.
 
-    Of several such pairs, the one whose settings differ least. Runs that cannot be read do not count.
+    With `shown`, the reference of a run: that one and the other whose model and settings differ least from its, with
+    another balancer if possible. Else aux loss and quantile where there are both, of several such pairs the one that
+    differs least; else the first run and the one most like it.
     """
     readable = [run for run in runs if run.info.status != "unreadable"]
-    pairs = itertools.product(_with_balancer(readable, "aux"), _with_balancer(readable, "quantile"))
-    best = min(pairs, key=lambda pair: _differences(*pair), default=tuple(readable[:2]))
+    first = [run for run in readable if run.reference == shown]
+    pairs = [] if first else list(itertools.product(*(_with_balancer(readable, name) for name in ("aux", "quantile"))))
+    first = first or readable[:1]
+    pairs = pairs or [(one, other) for one in first for other in readable if other is not one]
+    best = min(
+        pairs,
+        key=lambda pair: (_differences(*pair), _balancer(pair[0]) == _balancer(pair[1])),
+        default=tuple(first),
+    )
     return [run.reference for run in best]
 
 
@@ -173,16 +182,21 @@ def colours(chosen: Sequence[str], known: Iterable[str]) -> dict[str, int]:
 
 
 def _with_balancer(runs: Sequence[data.Listed], balancer: str) -> list[data.Listed]:
-    return [run for run in runs if _config(run).get("balancer") == balancer]
+    return [run for run in runs if _balancer(run) == balancer]
 
 
-def _config(run: data.Listed) -> Mapping[str, Any]:
-    config = (run.info.manifest or {}).get("config")
-    return config if isinstance(config, dict) else {}
+def _balancer(run: data.Listed) -> Any:
+    return _settings(run).get("balancer")
+
+
+def _settings(run: data.Listed) -> Mapping[str, Any]:
+    """What the manifest says of model and configuration, in one."""
+    manifest = run.info.manifest or {}
+    return (manifest.get("model") or {}) | (manifest.get("config") or {})
 
 
 def _differences(one: data.Listed, other: data.Listed) -> int:
-    a, b = _config(one), _config(other)
+    a, b = _settings(one), _settings(other)
     return sum(a.get(key) != b.get(key) for key in {*a, *b} - {"name", "balancer"})
 
 

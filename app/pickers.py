@@ -8,6 +8,8 @@ from app import data, folders, state
 from app.text import plain
 from recorder.reader import Run
 
+_NOT_CHOSEN = "_run_not_chosen"
+
 
 def pick_run() -> None:
     """Draw the choice of the run that every page shows. Draws nothing where there are no runs."""
@@ -19,6 +21,8 @@ def pick_run() -> None:
     fallback = default_run(list(runs.values())).reference
     wanted = state.wanted("run") or None
     found = _resolve(wanted, runs)
+    if wanted is None:
+        st.session_state[_NOT_CHOSEN] = fallback
     if wanted is None or (found is not None and found != wanted):
         # Named from here on, so that a reload shows the same run even after others have been recorded.
         state.choose(run=found or fallback)
@@ -32,6 +36,12 @@ def pick_run() -> None:
         format_func=lambda reference: label(runs[reference]),
         as_list=True,
     )
+
+
+def chosen_run() -> str | None:
+    """Reference of the run that every page shows, if a person or a link has named it and not `pick_run`."""
+    wanted = state.wanted("run")
+    return None if wanted == st.session_state.get(_NOT_CHOSEN) else wanted
 
 
 def say_missing() -> None:

@@ -45,10 +45,11 @@ def render() -> None:
         return
     runs_, layer_ = st.columns([3, 2])
     with runs_:
+        default = comparison.default_pair(runs, pickers.chosen_run())
         if not state.wanted_list("runs"):
             # Named from here on: a link or a reload shows these even after others have been recorded.
-            state.choose(runs=comparison.default_pair(runs))
-        picked = pickers.pick_runs(default=comparison.default_pair(runs), max_runs=MAX_RUNS)
+            state.choose(runs=default)
+        picked = pickers.pick_runs(default=default, max_runs=MAX_RUNS)
     compared = _usable(picked)
     if len(compared) < 2:
         st.info("Pick two runs or more above, each with a recorded load, to compare them.")

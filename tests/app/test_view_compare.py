@@ -144,6 +144,28 @@ def test_aux_loss_against_quantile_are_the_default(samples: Path, open_page: Ope
     assert test.multiselect(key="runs").value == ["aux-loss", "quantile"]
 
 
+def test_a_run_that_is_shown_is_compared_with_the_one_most_like_it(shown: Path, open_page: Open) -> None:
+    write(shown, "wide", range(3), [4] * 8, balancer="aux")
+    write(shown, "mine", range(3), [4, 4], balancer="aux")
+    write(shown, "twin", range(3), [4, 4], balancer="aux")
+    write(shown, "like", range(3), [8, 0], balancer="none")
+    write(shown, "newer", range(3), [4] * 8, balancer="quantile")
+    write(shown, "newest", range(3), [4] * 4, balancer="quantile")
+    for run, pair in (("mine", ["mine", "like"]), ("newer", ["newer", "wide"]), ("gone", ["wide", "newer"])):
+        test = open_page("compare", run=run)
+        assert not test.exception
+        assert test.query_params["runs"] == pair
+
+
+def test_without_aux_and_quantile_the_newest_is_compared_with_the_one_most_like_it(
+    shown: Path, open_page: Open
+) -> None:
+    write(shown, "like", range(3), [8, 0])
+    write(shown, "other", range(3), [4] * 8)
+    write(shown, "newest", range(3), [4, 4], balancer="quantile")
+    assert open_page("compare").query_params["runs"] == ["newest", "like"]
+
+
 def test_the_title_answers_with_the_numbers_of_the_files(samples: Path, compare: Compare) -> None:
     idle = {layer: by_hand(SAMPLES / "none", layer, range(350, 400))["idle experts"] for layer in (1, 3)}
     worst = max(idle, key=lambda layer: (idle[layer], -layer))
