@@ -345,8 +345,8 @@ def _row(path: Place, stamp: Hashable) -> dict[str, Any]:
             if error is None:
                 line |= run_row(run)
                 curves |= _curves(run)
-        except (OSError, ValueError) as problem:
-            error = str(problem)
+        except Exception as problem:  # whatever is wrong with one run, the others are listed
+            error = str(problem) or type(problem).__name__
     return {**line, "error": error, **curves}
 
 

@@ -289,8 +289,8 @@ def runs(
         try:
             run = Run(info.path)
             rows.append(run_row(run))
-        except (OSError, ValueError) as error:
-            _warn(f"{info.path}: {error}")
+        except Exception as error:  # whatever is wrong with one run, the others are listed
+            _warn(f"{info.path}: {' '.join(str(error).split()) or type(error).__name__}")
             continue
         _warn_of_problems(run)
     if as_json:
@@ -325,6 +325,9 @@ def summary(
     except (OSError, ValueError) as error:
         raise CommandError(f"{opened.path}: {error}", FAILED) from None
     _warn_of_problems(opened)
+    has = opened.phases()
+    if phase not in has and (has or phase != "train"):
+        raise CommandError(f"{opened.path} has no steps of --phase {phase}; it has {', '.join(has) or 'none at all'}")
     if as_json:
         _print_json(result | {"diagnosis": [finding.as_dict() for finding in findings]})
         return

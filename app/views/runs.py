@@ -60,13 +60,14 @@ def headline(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> str
     if not pairs:
         return f"{total}, none long enough to judge the balance"
     without = [pair for pair in pairs if _has_balancer(pair[1]) is False]
-    balanced = [pair for pair in pairs if _has_balancer(pair[1])]
+    with_one = [pair for pair in pairs if _has_balancer(pair[1])]
     said = [_without(without)] if without else []
-    said += [_balanced(balanced)] if balanced else []
+    said += [_with(with_one)] if with_one else []
     if not said:
         said = [_idle_among(pairs, "run", "runs")]
     said += [_gone_wrong(wrong)] if wrong else []
-    return f"{total}: {'; '.join(said)}"
+    judged = f", {len(pairs)} judged" if len(pairs) < len(runs) else ""
+    return f"{total}{judged}: {'; '.join(said)}"
 
 
 def is_judged(row: dict[str, Any]) -> bool:
@@ -96,13 +97,13 @@ def _without(pairs: Sequence[tuple[data.Listed, dict[str, Any]]]) -> str:
     return f"without a balancer a layer leaves {up_to}{idle}{of_all} experts idle"
 
 
-def _balanced(pairs: Sequence[tuple[data.Listed, dict[str, Any]]]) -> str:
+def _with(pairs: Sequence[tuple[data.Listed, dict[str, Any]]]) -> str:
     with_idle = sum(row["idle_experts"] > 0 for _, row in pairs)
     if len(pairs) == 1:
-        return "the balanced run " + ("has idle experts" if with_idle else "keeps all experts busy")
+        return "the run with a balancer " + ("has idle experts" if with_idle else "keeps all experts busy")
     if not with_idle:
-        return "every balanced run keeps all experts busy"
-    return _idle_among(pairs, "balanced run", "balanced runs")
+        return "every run with a balancer keeps all experts busy"
+    return _idle_among(pairs, "run with a balancer", "runs with a balancer")
 
 
 def _idle_among(pairs: Sequence[tuple[data.Listed, dict[str, Any]]], one: str, many: str) -> str:

@@ -80,7 +80,8 @@ def test_the_list_of_runs_does_not_count_a_diverged_run_as_healthy(
     assert any("not finite from step 1 on; no token was routed" in line.value for line in test.main.markdown)
     write_run(shown, "sound", range(60))
     title = open_page("runs").main.title[0].value
-    assert title == "2 runs: without a balancer all experts are busy too; 1 has gone wrong (see below the table)"
+    balance, wrong = "without a balancer all experts are busy too", "1 has gone wrong (see below the table)"
+    assert title == f"2 runs, 1 judged: {balance}; {wrong}"
 
 
 def test_compare_names_the_diverged_run(shown: Path, open_page: Open, write_run: Write) -> None:

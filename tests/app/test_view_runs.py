@@ -15,7 +15,9 @@ import pytest
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
+from app import data
 from app.views import runs as page
+from recorder.reader import Run
 from recorder.writer import RunWriter
 
 Open = Callable[..., AppTest]
@@ -75,7 +77,7 @@ def test_every_number_is_that_of_the_files(
     assert title.startswith("2 runs: ")
     assert ("all experts are busy too" in title) == (worst_idle["plain"] == 0)
     assert (f"{worst_idle['plain']} of 8 experts idle" in title) == (worst_idle["plain"] > 0)
-    assert ("the balanced run keeps all experts busy" in title) == (worst_idle["aux"] == 0)
+    assert ("the run with a balancer keeps all experts busy" in title) == (worst_idle["aux"] == 0)
 
 
 # ------------------------------------------------------------------------------------------------------ the title
@@ -100,21 +102,22 @@ def skewed(folder: Path, run_id: str, balancer: str | None, idle: int, steps: in
     [
         pytest.param(
             [("none", 3), ("aux", 0), ("quantile", 0)],
-            "3 runs: without a balancer a layer leaves 3 of 8 experts idle; every balanced run keeps all experts busy",
+            "3 runs: without a balancer a layer leaves 3 of 8 experts idle; "
+            "every run with a balancer keeps all experts busy",
             id="the lesson",
         ),
         pytest.param(
             [("none", 3), ("z", 5), ("aux+z", 0)],
             "3 runs: without a balancer a layer leaves up to 5 of 8 experts idle; "
-            "the balanced run keeps all experts busy",
+            "the run with a balancer keeps all experts busy",
             id="a z-loss is no balancer",
         ),
         pytest.param(
             [("none", 0), ("aux", 1), ("quantile", 0)],
-            "3 runs: without a balancer all experts are busy too; 1 of 2 balanced runs has idle experts",
+            "3 runs: without a balancer all experts are busy too; 1 of 2 runs with a balancer has idle experts",
             id="the other way round",
         ),
-        pytest.param([("aux", 2)], "1 run: the balanced run has idle experts", id="one balanced run"),
+        pytest.param([("aux", 2)], "1 run: the run with a balancer has idle experts", id="one balanced run"),
         pytest.param([(None, 2), (None, 0)], "2 runs: 1 of 2 runs has idle experts", id="nobody says which balancer"),
         pytest.param([(None, 0)], "1 run: all experts are busy", id="nobody says, nothing idle"),
     ],
@@ -136,8 +139,26 @@ def test_short_runs_are_listed_but_not_judged(shown: Path, open_page: Open) -> N
     assert shown_table(test).loc["short", "idle_experts"] == 4
     skewed(shown, "long", "aux", 0)
     test = open_page("runs")
-    assert test.title[0].value == "2 runs: the balanced run keeps all experts busy"
+    assert test.title[0].value == "2 runs, 1 judged: the run with a balancer keeps all experts busy"
     assert "fewer than 50 steps to go by: short" in words(test)
+
+
+def test_a_run_that_fails_in_any_way_hides_no_other(
+    shown: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("good", "odd"):
+        skewed(shown, name, "aux", 0)
+    row = data.run_row
+
+    def fail_for_one(run: Run) -> dict[str, Any]:
+        if run.run_id == "odd":
+            raise TypeError("no number at all")
+        return row(run)
+
+    monkeypatch.setattr(data, "run_row", fail_for_one)
+    test = open_page("runs")
+    assert test.title[0].value == "2 runs, 1 judged: the run with a balancer keeps all experts busy"
+    assert "no number at all" in words(test)
 
 
 # ----------------------------------------------------------------------------------------------------- every state

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recorder import cli, summary
+
 SMALL = ["--steps", "6", "--batch-size", "4", "--seq-len", "16", "--num-experts", "4", "--d-model", "16"]
 SMALL += ["--d-ff", "16", "--expert-d-ff", "16", "--num-heads", "2", "--decisions-every", "2", "--probe-every", "3"]
 
@@ -255,6 +257,9 @@ ODD = {
     "domains-number": lambda m: m.update(domains=5),
     "config-list": lambda m: m.update(config=[1]),
     "version-text": lambda m: m.update(format_version="1"),
+    "index-huge": lambda m: m["model"]["layers"][1].update(index=2**70),
+    "router-huge": lambda m: m["model"]["layers"][1].update(router=2**70),
+    "recorded-list": lambda m: m.update(recorded=[1]),
 }
 
 
@@ -273,6 +278,29 @@ def test_an_odd_manifest_is_one_line_and_the_other_runs_are_listed(recorded, tmp
     assert opened.returncode == 1
     assert len(opened.stderr.strip().splitlines()) == 1
     assert str(tmp_path / "odd") in opened.stderr
+
+
+def test_one_run_that_fails_in_any_way_hides_no_other(recorded, capsys, monkeypatch):
+    def fail_for_one(opened, **options):
+        if opened.run_id == "first":
+            raise TypeError("no number\nat all")
+        return run_row(opened, **options)
+
+    run_row = summary.run_row
+    monkeypatch.setattr(summary, "run_row", fail_for_one)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["runs", str(recorded)])
+    told = capsys.readouterr()
+    assert ended.value.code == 0
+    assert told.err == f"routescope: {recorded / 'first'}: no number at all\n"
+    assert len(told.out.splitlines()) == len(list(recorded.iterdir()))
+
+
+def test_summary_of_a_phase_that_is_not_there_names_those_that_are(recorded):
+    result = run("summary", recorded / "first", "--phase", "generate")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.endswith("first has no steps of --phase generate; it has train, probe\n"), result.stderr
 
 
 def test_loads_that_are_all_null_are_one_line(recorded, tmp_path):
