@@ -131,7 +131,7 @@ def process_alive(process: Any) -> bool | None:
         if found.status() == psutil.STATUS_ZOMBIE:  # killed, not yet reaped by its parent
             return False
         return abs(found.create_time() - started_at) <= _START_TOLERANCE_S
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, ValueError, OverflowError):  # no process has such a number, or started then
         return False
     except psutil.AccessDenied:
         return None
@@ -182,6 +182,8 @@ def read_manifest(path: Place) -> dict[str, Any]:
         raise RunUnreadableError(f"{file} cannot be read: {error}") from None
     try:
         manifest = json.loads(text)
+        if r"\ud" in text.lower():  # perhaps half of a pair: no text that could be printed, or stored in Arrow
+            manifest = json.loads(json.dumps(manifest, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         raise RunUnreadableError(f"{file} is not JSON: {error}") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format_version"), int):

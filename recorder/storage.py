@@ -8,6 +8,7 @@ store has no rename, no locks and no folders, but puts a whole object at once or
 import contextlib
 import os
 import re
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,10 @@ class Stored(NamedTuple):
 
     size: int
     mtime_ns: int
+
+
+#: What a listing tells of a name that no bytes can be read from: a link that leads nowhere, a pipe, a folder.
+NO_FILE = Stored(0, -1)
 
 
 def locate(where: Where) -> Place:
@@ -86,7 +91,10 @@ def is_remote(place: Place) -> bool:
 
 
 def files(folder: Place, suffix: str) -> dict[str, Stored]:
-    """Visible files of a folder whose names end in `suffix`; empty where there is no such folder."""
+    """Visible files of a folder whose names end in `suffix`; empty where there is no such folder.
+
+    A local name that is no file, and no link to one, is `NO_FILE`: opening a pipe would wait for ever.
+    """
     if isinstance(folder, ObjectPath):
         found = folder.entries()
         return {
@@ -100,10 +108,13 @@ def files(folder: Place, suffix: str) -> dict[str, Stored]:
             for entry in entries:
                 if entry.name.endswith(suffix) and not entry.name.startswith((".", "_")):
                     try:
-                        stat = entry.stat()
-                    except FileNotFoundError:
+                        found = entry.stat()
+                    except OSError:
+                        if entry.is_symlink():
+                            stored[entry.name] = NO_FILE
                         continue
-                    stored[entry.name] = Stored(stat.st_size, stat.st_mtime_ns)
+                    is_file = stat.S_ISREG(found.st_mode)
+                    stored[entry.name] = Stored(found.st_size, found.st_mtime_ns) if is_file else NO_FILE
     except (FileNotFoundError, NotADirectoryError):
         return {}
     return stored
@@ -140,10 +151,10 @@ def stamp(file: Place) -> Stored | None:
     if isinstance(file, ObjectPath):
         return None
     try:
-        stat = file.stat()
+        found = file.stat()
     except OSError:
         return Stored(0, 0)
-    return Stored(stat.st_size, stat.st_mtime_ns)
+    return Stored(found.st_size, found.st_mtime_ns)
 
 
 def make_folder(folder: Place) -> None:
@@ -260,6 +271,8 @@ def parquet_metadata(file: Place, stored: Stored | None = None) -> pq.FileMetaDa
     if isinstance(file, ObjectPath):
         with _source(file, stored) as source:
             return pq.read_metadata(source)
+    if stored == NO_FILE:
+        raise OSError("it is no file, or a link that leads to none")
     return pq.read_metadata(file)
 
 
@@ -316,6 +329,7 @@ def _temporary(file: Path) -> Path:
 
 
 __all__ = [
+    "NO_FILE",
     "ObjectPath",
     "Place",
     "StorageError",

@@ -9,6 +9,8 @@ import pyarrow as pa
 from recorder.manifest import STATUSES, run_status
 from recorder.verify.findings import Findings
 
+_MOST = 2**31 - 1  # the columns `rank` and `segment` hold no more
+
 
 class Expected:
     """What the manifest says of routers, ranks and segments; what it leaves open is learned from the rows.
@@ -46,7 +48,7 @@ class Expected:
         for name, least in (("world_size", 1), ("segment", 0)):
             value = self.manifest.get(name)
             if value is not None and (_number(value) is None or value < least):
-                findings.add("run.json", f"{name} is {value!r}, not a whole number of at least {least}")
+                findings.add("run.json", f"{name} is {ascii(value)[:80]}, not a whole number of at least {least}")
         if self.manifest.get("status") not in STATUSES:
             findings.add("run.json", f"status is {self.manifest.get('status')!r}, not one of {', '.join(STATUSES)}")
         if len(self.layer_of) < sum(layer.get("router") is not None for layer in self.moe_layers):
@@ -83,4 +85,5 @@ def _e(layer: Mapping[str, Any]) -> bool:
 
 
 def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if whole and abs(value) <= _MOST else None

@@ -1,3 +1,5 @@
+import os
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -7,6 +9,7 @@ from toy_runs import (
     good_parts,
 )
 
+from recorder.compact import compact_table
 from recorder.reader import Run
 from recorder.schema import lists_to_matrix
 from recorder.writer import RunWriter
@@ -113,6 +116,35 @@ def test_foreign_parquet_files_are_named(tmp_path):
     assert "do not go with the other parts" in problems["steps/part-r00000-000010.parquet"]
     assert "steps/folder.parquet" in problems
     assert len(problems) == 4
+
+
+@pytest.mark.parametrize("kind", ["loop", "dangling", "pipe", "folder"])
+def test_a_name_that_is_no_file_is_one_bad_part(tmp_path, kind):
+    good_parts(tmp_path / "run").flush()
+    name = "part-r00000-000099.parquet"
+    part = tmp_path / "run" / "steps" / name
+    if kind == "pipe":
+        os.mkfifo(part)  # opened, it would wait for a writer
+    elif kind == "folder":
+        part.mkdir()
+    else:
+        part.symlink_to(name if kind == "loop" else "nowhere")
+    run = Run(tmp_path / "run")
+    assert run.steps()["step"].to_list() == [0, 1, 2, 3, 4]
+    assert run.problems == [f"steps/{name}: it is no file, or a link that leads to none"]
+    compact_table(tmp_path / "run" / "steps", "steps", 0)
+    assert run.refresh()
+    assert len(run.steps()) == 5
+    assert len(run.problems) == 1
+
+
+def test_a_link_to_a_part_is_a_part(tmp_path):
+    good_parts(tmp_path / "run").flush()
+    part = tmp_path / "run" / "steps" / "part-r00000-000002.parquet"
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    run = Run(tmp_path / "run")
+    assert (len(run.steps()), run.problems) == (5, [])
 
 
 def test_nan_is_never_compared_in_a_file_filter(tmp_path):

@@ -51,6 +51,22 @@ def test_unreadable_run(tmp_path, content, message):
     assert str(tmp_path / "run") in str(caught.value)
 
 
+def test_text_that_cannot_be_printed_is_read_as_text_that_can(tmp_path):
+    bare_run(tmp_path / "run", name="half a pair \ud83d", domains=["whole \U0001f600", "\udcff"])
+    run = Run(tmp_path / "run")
+    assert (run.name, run.domains) == ("half a pair ?", ["whole \U0001f600", "?"])
+
+
+def test_phases(tmp_path):
+    with RunWriter(tmp_path / "run") as writer:
+        assert Run(writer.path).phases() == []
+        writer.log_step(0, phase="generate", tokens=1)
+        writer.log_step(0, tokens=1)
+        writer.log_step(5, tokens=1)
+        writer.log_layer_stats(3, phase="eval", layer=0, router=0, tokens=1, load=[1], gate_mass=[1], mean_prob=[1])
+    assert Run(writer.path).phases() == ["train", "eval", "generate"]
+
+
 def test_list_runs(tmp_path):
     bare_run(tmp_path / "b", name="late", created_at="2026-03-01T00:00:00+00:00")
     bare_run(tmp_path / "a", created_at="2026-04-01T00:00:00+00:00", status="failed", error="no memory")
@@ -103,6 +119,8 @@ def test_status_of_a_running_run(tmp_path):
             (None, stale, "unfinished"),
             (None, None, "unfinished"),
             ({"pid": "x"}, "yesterday", "unfinished"),
+            (here | {"pid": -1}, fresh, "unfinished"),
+            (here | {"started_at": 10**400}, fresh, "unfinished"),
         ]
     ):
         path = bare_run(tmp_path / str(number), status="running", process=process, heartbeat_at=heartbeat)

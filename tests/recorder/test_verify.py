@@ -368,11 +368,27 @@ def test_lost_steps(run):
         ({"world_size": 0}, "world_size is 0"),
         ({"segment": -1}, "segment is -1"),
         ({"status": "done"}, "status is 'done'"),
+        ({"segment": 10**400}, "segment is 1000"),
+        ({"recorded": [1, 2]}, "holds no recorded object"),
     ],
 )
 def test_manifest_that_does_not_fit(run, change, fault):
     edit_manifest(run, lambda manifest: manifest.update(change))
     assert any(line.startswith(f"run.json: {fault}") for line in faults(run)), faults(run)
+
+
+@pytest.mark.parametrize("name", ["index", "router", "num_experts", "top_k", "parameters_total"])
+def test_a_number_of_the_manifest_that_no_array_holds_is_one_finding(run, name):
+    edit_manifest(run, lambda manifest: manifest["model"]["layers"][1].update({name: 10**400}))
+    [line] = faults(run)
+    assert line.startswith("run.json: describes a layer with 1000")
+    assert line.endswith(f"... for {name}, no whole number")
+
+
+def test_domains_that_are_no_text_can_be_verified(run):
+    edit_manifest(run, lambda manifest: manifest.update(domains=["\ud800"]))
+    faults(run)  # whatever it finds, it can be said
+    assert "ud800" in (run / "run.json").read_text()
 
 
 def test_manifest_that_names_other_routers(run):
