@@ -325,7 +325,7 @@ def summary(
     except (OSError, ValueError) as error:
         raise CommandError(f"{opened.path}: {error}", FAILED) from None
     _warn_of_problems(opened)
-    has = opened.phases()
+    has = opened.phases
     if phase not in has and (has or phase != "train"):
         raise CommandError(f"{opened.path} has no steps of --phase {phase}; it has {', '.join(has) or 'none at all'}")
     if as_json:

@@ -172,11 +172,6 @@ class Run(RunMetrics):
         last_step = self.manifest.get("last_step")
         return last_step if isinstance(last_step, int) else None
 
-    def phases(self) -> list[str]:
-        """The phases of which something is recorded, in the order train, probe, eval, generate."""
-        found = {item.phase for table in _STEP_TABLES for item in self._tables[table].key_ranges(exact=True)}
-        return [phase for phase in PHASES if phase in found]
-
     def refresh(self) -> bool:
         """Look for new parts and a new manifest; True when anything changed.
 

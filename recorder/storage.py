@@ -96,10 +96,9 @@ def files(folder: Place, suffix: str) -> dict[str, Stored]:
     A local name that is no file, and no link to one, is `NO_FILE`: opening a pipe would wait for ever.
     """
     if isinstance(folder, ObjectPath):
-        found = folder.entries()
         return {
             name: Stored(info.size, info.mtime_ns)
-            for name, info in found.items()
+            for name, info in folder.entries().items()
             if info.is_file and name.endswith(suffix) and not name.startswith((".", "_"))
         }
     stored: dict[str, Stored] = {}

@@ -59,12 +59,12 @@ def test_text_that_cannot_be_printed_is_read_as_text_that_can(tmp_path):
 
 def test_phases(tmp_path):
     with RunWriter(tmp_path / "run") as writer:
-        assert Run(writer.path).phases() == []
+        assert Run(writer.path).phases == []
         writer.log_step(0, phase="generate", tokens=1)
         writer.log_step(0, tokens=1)
         writer.log_step(5, tokens=1)
         writer.log_layer_stats(3, phase="eval", layer=0, router=0, tokens=1, load=[1], gate_mass=[1], mean_prob=[1])
-    assert Run(writer.path).phases() == ["train", "eval", "generate"]
+    assert Run(writer.path).phases == ["train", "eval", "generate"]
 
 
 def test_list_runs(tmp_path):
