@@ -322,12 +322,14 @@ def summary(
     try:
         result = summarise(opened, window=window, phase=phase)
         findings = diagnose(opened, phase)
+        has = opened.phases if phase is not None and not result["steps"] else [phase]
     except (OSError, ValueError) as error:
         raise CommandError(f"{opened.path}: {error}", FAILED) from None
     _warn_of_problems(opened)
-    has = opened.phases
-    if phase not in has and (has or phase != "train"):
-        raise CommandError(f"{opened.path} has no steps of --phase {phase}; it has {', '.join(has) or 'none at all'}")
+    if phase not in has:
+        raise CommandError(
+            f"{opened.path} has no steps of --phase {phase}; it has {', '.join(opened.phases) or 'none at all'}"
+        )
     if as_json:
         _print_json(result | {"diagnosis": [finding.as_dict() for finding in findings]})
         return

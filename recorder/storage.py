@@ -107,13 +107,13 @@ def files(folder: Place, suffix: str) -> dict[str, Stored]:
             for entry in entries:
                 if entry.name.endswith(suffix) and not entry.name.startswith((".", "_")):
                     try:
-                        found = entry.stat()
+                        told = entry.stat()
                     except OSError:
                         if entry.is_symlink():
                             stored[entry.name] = NO_FILE
                         continue
-                    is_file = stat.S_ISREG(found.st_mode)
-                    stored[entry.name] = Stored(found.st_size, found.st_mtime_ns) if is_file else NO_FILE
+                    is_file = stat.S_ISREG(told.st_mode)
+                    stored[entry.name] = Stored(told.st_size, told.st_mtime_ns) if is_file else NO_FILE
     except (FileNotFoundError, NotADirectoryError):
         return {}
     return stored

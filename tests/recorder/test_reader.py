@@ -58,12 +58,11 @@ def test_text_that_cannot_be_printed_is_read_as_text_that_can(tmp_path):
 
 
 def test_phases(tmp_path):
+    load = {"layer": 0, "router": 0, "tokens": 1, "load": [1], "gate_mass": [1], "mean_prob": [1]}
     with RunWriter(tmp_path / "run") as writer:
         assert Run(writer.path).phases == []
-        writer.log_step(0, phase="generate", tokens=1)
-        writer.log_step(0, tokens=1)
-        writer.log_step(5, tokens=1)
-        writer.log_layer_stats(3, phase="eval", layer=0, router=0, tokens=1, load=[1], gate_mass=[1], mean_prob=[1])
+        for step, phase in ((0, "generate"), (0, "train"), (5, "train"), (3, "eval")):
+            writer.log_layer_stats(step, phase=phase, **load)
     assert Run(writer.path).phases == ["train", "eval", "generate"]
 
 
