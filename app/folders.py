@@ -125,8 +125,7 @@ def _split(text: str) -> list[str]:
 
 
 def _place(text: str, cwd: Path) -> Place:
-    place = storage.locate(text)
-    return cwd / place.expanduser() if isinstance(place, Path) else place
+    return storage.locate(text, cwd=cwd)
 
 
 def _is_read_only(path: Place, samples: Path) -> bool:

@@ -52,10 +52,11 @@ class Stored(NamedTuple):
 NO_FILE = Stored(0, -1)
 
 
-def locate(where: Where) -> Place:
+def locate(where: Where, *, cwd: Path | None = None) -> Place:
     """The place that a person named: a local path, or a URI such as s3://bucket/prefix (see `ObjectPath.of`).
 
-    A local path comes back absolute, `~` expanded: the process may change its folder while a run is written.
+    A local path comes back absolute, `~` expanded: the process may change its folder while a run is written. cwd: what
+    a relative one is relative to, None = the folder of the process.
 
     Raises:
         ValueError: a URI that cannot be used; a Path made of one, which takes a slash away; or a path with bytes that
@@ -67,22 +68,22 @@ def locate(where: Where) -> Place:
         where = Path(where)
         if len(where.parts) > 1 and _LOST_SLASH.fullmatch(where.parts[0]) and os.name != "nt":
             raise ValueError(f"{where} was a URI before pathlib took one of its slashes: give it as a str")
-        return _local(where)
+        return _local(where, cwd)
     if where.lower().startswith("file://"):
         from urllib.parse import unquote, urlsplit
 
-        return _local(Path(unquote(urlsplit(where).path)))
-    return ObjectPath.of(where) if is_uri(where) else _local(Path(where))
+        return _local(Path(unquote(urlsplit(where).path)), cwd)
+    return ObjectPath.of(where) if is_uri(where) else _local(Path(where), cwd)
 
 
-def _local(path: Path) -> Path:
+def _local(path: Path, cwd: Path | None) -> Path:
     try:
         str(path).encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError(f"{str(path)!r} cannot be a path of runs: it has bytes that are no UTF-8") from None
     with contextlib.suppress(RuntimeError):  # ~someone whom the system does not know: a name like any other
         path = path.expanduser()
-    return path.absolute()
+    return (path if cwd is None else cwd / path).absolute()
 
 
 def is_remote(place: Place) -> bool:

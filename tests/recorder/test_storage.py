@@ -93,7 +93,7 @@ def test_a_kind_of_store_that_is_not_known(s3):
 
 def test_local_places_stay_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert locate("runs/a:b") == Path("runs/a:b")
+    assert locate("runs/a:b") == tmp_path / "runs/a:b"
     assert locate(tmp_path) == tmp_path
     assert locate(f"file://{tmp_path}/a%20b") == tmp_path / "a b"
     with pytest.raises(ValueError, match="slashes"):
