@@ -24,6 +24,17 @@ settings.register_profile("routescope", deadline=None)
 settings.load_profile("routescope")
 
 
+_MAIN = sys.modules["__main__"]
+
+
+@pytest.fixture(autouse=True)
+def own_main() -> Iterator[None]:
+    """AppTest leaves a page's script behind as `__main__`, which a process that is spawned later would run again."""
+    sys.modules["__main__"] = _MAIN
+    yield
+    sys.modules["__main__"] = _MAIN
+
+
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """A real S3 server on loopback: moto's, a process of its own, empty at first. Its address."""

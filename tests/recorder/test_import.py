@@ -100,7 +100,8 @@ def test_a_large_dump_is_read_in_blocks(tmp_path):
 
 def test_summaries_take_nulls(tmp_path):
     run = Run(import_dump("sglang", dumps.stat(tmp_path / "a.pt"), tmp_path / "runs"))
-    assert summarise(run)["steps"] == 0
+    assert summarise(run, phase="train")["steps"] == 0
+    assert (summarise(run)["phase"], summarise(run)["steps"]) == ("generate", 2)
     assert run_row(run)["num_experts"] == 4
     run = Run(import_dump("sglang", dumps.stat(tmp_path / "a.pt"), tmp_path / "runs", phase="train"))
     summary = summarise(run)
