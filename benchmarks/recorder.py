@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-sys.path.remove(str(Path(__file__).resolve().parent))  # where this file would pass for the package of its name
+sys.path.remove(str(Path(__file__).resolve().parent))  # where this file would pass for the package of that name
 
 import numpy as np
 import psutil

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # `planted` is shared by the tests of recorder and app
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # shared by the tests of recorder and app
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # how long an example takes is no property of ours on a shared machine

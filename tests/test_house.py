@@ -47,3 +47,9 @@ def test_shapes_in_the_design_hold():
     expected |= {"RouterZLoss", "SignBiasBalancer", "QuantileBalancer", "Routing"}
     assert expected <= set(moe_core.__all__)
     assert set(recorder.__all__) == {"RoutingRecorder", "Run", "RunWriter", "list_runs"}
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_benchmarks_start(script):  # a script's own folder comes first on the path, and one is called recorder.py
+    shown = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr

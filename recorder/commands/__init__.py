@@ -1,0 +1,1 @@
+"""The subcommands of `routescope`, put together in `recorder.cli`."""
