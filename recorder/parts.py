@@ -29,6 +29,7 @@ _INT_KEYS = ("step", "layer", "router", "rank", "segment")
 MIN_GROUP_ROWS = 512
 _MIN_GROUP_ROWS_OF = {"decisions": 1 << 16, "tokens": 1 << 16}
 MAX_GROUP_ROWS = 1 << 18
+_ZSTD_LEVEL = 6  # a byte plane's own Huffman table from 4 on: 6 % less than at 1 for 40 ns a row, and no slower to read
 _MAX_GROUP_VALUES = 1 << 21
 
 #: How rows of each table are ordered inside a part, and at which columns' changes a new row group starts.
@@ -171,6 +172,7 @@ def write_part(path: Place, table: str, rows: pa.Table, *, replaces: Iterable[st
             target,
             rows.schema,
             compression="zstd",
+            compression_level=_ZSTD_LEVEL,
             write_statistics=keys,
             write_page_checksum=True,  # `verify` finds a changed byte by it
             **_encodings(rows.schema),
