@@ -141,6 +141,17 @@ def test_a_learned_router_bias_is_part_of_the_logits():
     assert "bias" not in TopKRouter(4, 3, 1).state_dict()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 7, 64])
+def test_rows_that_are_not_finite_are_invalid_wherever_the_value_stands(dtype, width):
+    x = torch.randn(4 * width, width).to(dtype)
+    for place in range(width):
+        for row, value in enumerate((nan, inf, -inf)):
+            x[4 * place + row, place] = value
+    expected = [row % 4 != 3 for row in range(4 * width)]
+    assert TopKRouter(width, 4, 2)(x).invalid_T.tolist() == expected
+
+
 def test_nan_activations_leave_the_router_gradient_finite():
     router = TopKRouter(4, 8, 2)
     x = torch.randn(5, 4)
