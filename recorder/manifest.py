@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,8 @@ def read_manifest(path: Place) -> dict[str, Any]:
     """
     file = path / MANIFEST_NAME
     try:
+        if isinstance(file, Path) and file.exists() and not file.is_file():
+            raise RunUnreadableError(f"{file} is no file")  # opening a pipe would wait for ever
         text = file.read_bytes().decode("utf-8")
     except (FileNotFoundError, NotADirectoryError):
         raise RunNotFoundError(f"no run at {path}: {_what_is_missing(path)}") from None

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import textwrap
@@ -337,3 +338,10 @@ def test_fingerprint(tmp_path):
 def test_no_torch(module):
     code = f"import sys, {module}; from recorder import Run, RunWriter, list_runs; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_a_manifest_that_is_no_file_is_refused_at_once(tmp_path, kind):
+    (tmp_path / "run.json").mkdir() if kind == "folder" else os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(RunUnreadableError, match=r"run\.json is no file"):
+        Run(tmp_path)

@@ -244,6 +244,8 @@ def test_missing_rank(tmp_path):
     expect(tmp_path / "run", "run.json: world_size is 3, but rank 1 has no parts")
     edit_manifest(tmp_path / "run", lambda manifest: manifest.update(world_size=1))
     expect(tmp_path / "run", "run.json: world_size is 1, but rank 2 has parts")
+    edit_manifest(tmp_path / "run", lambda manifest: manifest.update(world_size=2**30))
+    expect(tmp_path / "run", f"run.json: world_size is {2**30}, but {2**30 - 2} ranks have no parts")
 
 
 # --- faults in the rows
