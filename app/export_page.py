@@ -44,10 +44,12 @@ ul { margin: .4rem 0; padding-left: 1.2rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; margin: .6rem 0; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top; }
-th:first-child, td:first-child, td.words { text-align: left; }
+th:first-child, td:first-child, .words { text-align: left; }
+.words { min-width: 6rem; }
+td.words:last-child { min-width: 16rem; }
 th { font-weight: 600; }
 @media print {
-  body { max-width: none; padding: 0; }
+  body { max-width: none; padding: 0; zoom: 0.65; }
   .modebar { display: none; }
   h2, h3 { break-after: avoid; }
   .wide { overflow: visible; }
@@ -56,23 +58,25 @@ th { font-weight: 600; }
 _SCRIPT = """
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const fixed = document.documentElement.dataset.theme;
-function draw(figure, isDark) {
+const PAPER_WIDTH = 1090;  // the width of A4 at the zoom that the styles give it
+let onPaper = false;
+function draw(figure) {
   const copy = structuredClone(figure.light);
+  const isDark = fixed ? fixed === "dark" : dark.matches && !onPaper;
   for (const [path, value] of isDark ? figure.dark : []) {
-    const last = path.pop();
-    const holder = path.reduce((at, name) => at[name], copy);
-    path.push(last);
+    const last = path.at(-1);
+    const holder = path.slice(0, -1).reduce((at, name) => at[name], copy);
     if (value === null) delete holder[last]; else holder[last] = value;
   }
-  return Plotly.react(figure.id, copy.data, copy.layout, CONFIG);
+  if (onPaper) copy.layout.width = PAPER_WIDTH;
+  Plotly.react(figure.id, copy.data, copy.layout, CONFIG);
 }
-function drawAll(isDark) { figures.forEach(figure => draw(figure, isDark)); }
-drawAll(fixed ? fixed === "dark" : dark.matches);
-if (!fixed) {
-  dark.addEventListener("change", () => drawAll(dark.matches));
-  addEventListener("beforeprint", () => drawAll(false));
-  addEventListener("afterprint", () => drawAll(dark.matches));
-}
+const drawAll = () => figures.forEach(draw);
+drawAll();
+dark.addEventListener("change", drawAll);
+// Before the zoom of the print styles: plotly measures its text on the page.
+addEventListener("beforeprint", () => { onPaper = true; drawAll(); });
+addEventListener("afterprint", () => { onPaper = false; drawAll(); });
 """
 
 
