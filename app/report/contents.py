@@ -8,6 +8,8 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
 from app import comparison, data, layer_keys
 from app.comparison import METRICS, WINDOW, Compared
 from app.export_page import PageFigure, page
@@ -104,7 +106,7 @@ def _described(one: Compared) -> str:
     if run.run_id != one.label:
         facts.append(f"id {run.run_id}")
     facts += [f"top-{k} of {count(e, 'expert')}" for k, e in shapes if k and e]
-    facts.append(count(len(layer_keys.keys(run)), "MoE layer"))
+    facts += [count(len(layer_keys.keys(run)), "MoE layer")] if run.moe_layers else []
     balancer = run.config.get("balancer")
     if balancer:
         facts.append("no balancer" if balancer == "none" else f"balancer {balancer}")
@@ -191,7 +193,7 @@ def _compared(runs: Sequence[Compared], say: Callable[[str], None]) -> Parts:
         replace(data.load_series(one.run, key), run=one.label) for one in runs for key in one.layers if key in chosen
     ]
     parts += [markup.heading("Side by side"), *_which(chosen, every), _load(series, runs, summaries, window.words)]
-    parts += _losses(runs, say, summaries, window.short)
+    parts += _losses(runs, say, summaries, f"the {window.short}")
     say("balance by step")
     colours = {one.label: one.colour for one in runs}
     parts += pictures.balance(series, colours=colours, words=f"{listed(list(colours))}, {_layers(series)}")
@@ -208,7 +210,10 @@ def _metrics(
     if layers:
         layer = max(layers, key=lambda key: _violation(summaries, key))
         label = layer_keys.label(runs[0].run, layer)
-        frame = comparison.table(runs, summaries, layer, window).dropna(axis="columns", how="all")
+        frame = comparison.table(runs, summaries, layer, window)
+        frame = frame.drop(
+            columns=[name for name in ("difference", "better") if name in frame and frame[name].isna().all()]
+        )
         better = (
             "Better is marked only where runs can be compared: at shared steps, the loss for the same text and active "
             "parameters and beyond its noise, balance for the same experts and top-k."
@@ -233,7 +238,8 @@ def _load(
     for one, found in zip(runs, summaries, strict=True):
         layers = [entry for entry in found["layers"] if entry["idle_experts"] is not None and entry["num_experts"]]
         idle, experts = (sum(entry[key] for entry in layers) for key in ("idle_experts", "num_experts"))
-        parts.append((f"{one.label}: " if len(runs) > 1 else "") + f"{idle} of {experts:,} experts idle")
+        said = f"{idle} of {experts:,} experts idle" if experts else "no token routed"
+        parts.append(f"{one.label}: {said}" if len(runs) > 1 else f"{said[0].upper()}{said[1:]}")
     title = f"{'; '.join(parts)}, over {over}"
     alt = f"Load over the uniform share of each expert by step, {_layers(series)}. {title}."
     return pictures.load(series, title=title, alt=alt)
@@ -243,12 +249,15 @@ def _losses(
     runs: Sequence[Compared],
     say: Callable[[str], None],
     summaries: Sequence[Mapping[str, Any]] | None = None,
-    over: str = f"last {WINDOW} recorded steps",
+    over: str | None = None,
 ) -> Parts:
+    """The losses by step; without summaries and the steps they are about, each run's own last steps."""
     say("losses")
     found = summaries or [data.summary(one.run) for one in runs]
-    ends = [one["losses"]["loss" if one["losses"]["ce_loss"] is None else "ce_loss"] for one in found]
-    figure = pictures.losses(runs, over=over, ends=ends)
+    if over is None:
+        steps_S = data.steps(runs[0].run)["step"].to_numpy(np.int64)
+        over = overview.Covered(steps_S, WINDOW, data.main_phase(runs[0].run)).words
+    figure = pictures.losses(runs, over=over, ends=[one["losses"] for one in found])
     return [markup.paragraph("No loss was recorded.")] if figure is None else [figure]
 
 

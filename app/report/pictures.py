@@ -6,7 +6,6 @@ Shape suffixes: S recorded steps, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,26 +70,29 @@ def _lighten(trace: go.Heatmap) -> None:
     )
 
 
-def losses(runs: Sequence[Compared], *, over: str, ends: Sequence[float | None]) -> PageFigure | None:
+def losses(runs: Sequence[Compared], *, over: str, ends: Sequence[Mapping[str, float | None]]) -> PageFigure | None:
     """Cross-entropy by step (the training loss where no run recorded one); of one run the held-out one too.
 
-    over: the steps of the final numbers in words. ends: these numbers, one a run. None where nothing was recorded.
+    over: the steps of the final losses in words. ends: these losses, of each run those of `summarise`. None where
+    nothing was recorded.
     """
     column = "ce_loss" if any(data.steps(one.run)["ce_loss"].notna().any() for one in runs) else "loss"
     name = "cross-entropy" if column == "ce_loss" else "loss"
-    curves = [_loss_curve(one.run, column, one.label, one.colour) for one in runs]
-    without = [one.label for one, curve in zip(runs, curves, strict=True) if curve is None]
-    drawn = [curve for curve in curves if curve is not None]
+    drawn, said, without = [], [], []
+    for one, end in zip(runs, ends, strict=True):
+        curve = _loss_curve(one.run, column, one.label if len(runs) > 1 else "training", one.colour)
+        if curve is None:
+            without.append(one.label)
+            continue
+        drawn.append(curve)
+        number = "not finite" if end[column] is None else value(end[column], 4)
+        said.append(f"{one.label} {number}" if len(runs) > 1 else number)
     if not drawn:
         return None
     if len(runs) == 1:
-        drawn = [replace(drawn[0], name="training", group="training")]
         probe = _loss_curve(runs[0].run, column, "held-out (probe)", runs[0].colour + 1, phase="probe")
         drawn += [] if probe is None else [probe]
-    said = [
-        value(end, 4) if len(runs) == 1 else f"{one.label} {value(end, 4)}" for one, end in zip(runs, ends, strict=True)
-    ]
-    title = f"{name[0].upper()}{name[1:]}, {over}: {', '.join(said)}"
+    title = f"{name[0].upper()}{name[1:]} over {over}: {', '.join(said)}"
 
     def draw(theme: Theme) -> go.Figure:
         return metric_curves(
@@ -179,7 +181,7 @@ def layers(run: Run, *, over: str, maps: int = 1) -> PageFigure | None:
         ((float(np.nanmax(ratio_E)), key) for key, ratio_E in _ratios(loads).items() if np.isfinite(ratio_E).any()),
         default=None,
     )
-    title = "Layers and experts; no load was recorded"
+    title = f"Layers and experts; no token was routed in {over}"
     if busiest is not None:
         most, key = busiest
         expert = int(np.nanargmax(_ratios(loads)[key]))
