@@ -30,9 +30,9 @@ export default function({ parentElement, data }) {
     const fonts = JSON.stringify(chart.layout).replaceAll(/\\"Source Sans[^"\\]*\\", /g, "");
     const layout = { ...JSON.parse(fonts), paper_bgcolor: data.ground, autosize: false };
     const pen = document.createElement("canvas").getContext("2d");
-    const title = layout.title?.text ? layout.title : { text: "", font: layout.font };
-    pen.font = `bold ${title.font.size}px ${title.font.family}`;
-    const lines = title.text.split("<br><span")[0].split("<br>").map((line) => line.replace(/<[^>]*>/g, ""));
+    const font = { size: 18, family: "sans-serif", ...layout.title?.font };
+    pen.font = `bold ${font.size}px ${font.family}`;
+    const lines = (layout.title?.text ?? "").split("<br><span")[0].split("<br>").map((line) => line.replace(/<[^>]*>/g, ""));
     const width = Math.ceil(Math.max(chart.offsetWidth, ...lines.map((line) => pen.measureText(line).width + 32)));
     const height = chart.offsetHeight;
     Object.assign(layout, { width, height });

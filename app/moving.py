@@ -43,7 +43,8 @@ def show(figure: Any, *, key: str, alt: str, selectable: bool = False) -> list[d
                 points = found if place == at else points
         # Last: put on top before its new figure has come, the place would show the one before the old one.
         _style(key, at, figure.layout.height)
-    charts.save(figure, key=key, alt=alt, chart=f"{key}_{at}")
+    with st.container(horizontal=True, horizontal_alignment="right"):
+        charts.save(figure, key=key, alt=alt, chart=f"{key}_{at}")
     return points
 
 
