@@ -109,8 +109,8 @@ def page(title: str, parts: Sequence[str | PageFigure], *, theme: Theme | None =
         height = part.light.layout.height or 420
         caption = f"<figcaption>{html.escape(part.caption)}</figcaption>" if part.caption else ""
         body.append(
-            f'<figure><div id="{name}" role="img" aria-label="{html.escape(part.alt)}" style="height: {height}px">'
-            f"</div>{caption}</figure>"
+            f'<figure aria-label="{html.escape(part.alt)}"><div id="{name}" style="height: {height}px"></div>'
+            f"{caption}</figure>"
         )
         figures.append(_figure_json(name, part))
     fixed = "" if theme is None else f' data-theme="{theme}"'
