@@ -32,7 +32,8 @@ export default function({ parentElement, data }) {
     const pen = document.createElement("canvas").getContext("2d");
     const font = { size: 18, family: "sans-serif", ...layout.title?.font };
     pen.font = `bold ${font.size}px ${font.family}`;
-    const lines = (layout.title?.text ?? "").split("<br><span")[0].split("<br>").map((line) => line.replace(/<[^>]*>/g, ""));
+    const title = (layout.title?.text ?? "").split("<br><span")[0];
+    const lines = title.split("<br>").map((line) => line.replace(/<[^>]*>/g, ""));
     const width = Math.ceil(Math.max(chart.offsetWidth, ...lines.map((line) => pen.measureText(line).width + 32)));
     const height = chart.offsetHeight;
     Object.assign(layout, { width, height });
