@@ -21,6 +21,7 @@ from recorder.reader import Run
 
 MAX_RUNS = 12
 MAX_LAYERS = 16  # drawn by step; of more, those that are least balanced
+MAX_PANELS = 96  # one a run and layer: of many runs fewer layers are drawn
 
 Parts = list[str | PageFigure]
 
@@ -265,7 +266,7 @@ def _least_balanced(summaries: Sequence[Mapping[str, Any]]) -> list[int]:
     """The keys of the layers that are drawn by step, in the order of the model."""
     keys = list(dict.fromkeys(layer["key"] for found in summaries for layer in found["layers"]))
     worst = sorted(keys, key=lambda key: _violation(summaries, key), reverse=True)
-    return sorted(worst[:MAX_LAYERS])
+    return sorted(worst[: min(MAX_LAYERS, MAX_PANELS // len(summaries))])
 
 
 def _violation(summaries: Sequence[Mapping[str, Any]], key: int) -> float:

@@ -30,6 +30,7 @@ def report(
     for run in opened:
         warn_of_problems(run)
     sys.stdout.flush()
-    # Not imported: the recorder does without the app, which stands on it.
+    # Not imported: the recorder does without the app, which stands on it. -P: a folder `app` of the user's own, where
+    # they are, is another.
     places = [str(run.path) for run in opened]
-    os.execv(sys.executable, [sys.executable, "-m", "app.report", "--out", str(out), "--", *places])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "app.report", "--out", str(out), "--", *places])
