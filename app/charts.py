@@ -1,15 +1,19 @@
-"""How every chart is put on a page: width, theme, alternative text, and the numbers behind it close by."""
+"""How every chart is put on a page: width, theme, alternative text, the numbers behind it close by, and as files."""
 
+from functools import partial
 from typing import Any, Literal
 
 import pandas as pd
 import streamlit as st
 
+from app import export, export_images
+
 _CONFIG = {
     "displaylogo": False,
-    "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
+    "modeBarButtonsToRemove": ["toImage", "select2d", "lasso2d", "autoScale2d"],
 }
 _HANDLED = "_clicks_handled"
+_SAVE = ":material/download:"
 
 
 def theme() -> Literal["light", "dark"]:
@@ -25,13 +29,15 @@ def show(
     alt: str,
     numbers: pd.DataFrame | None = None,
     selectable: bool = False,
+    saveable: bool = True,
 ) -> list[dict[str, Any]]:
-    """Draw a plotly figure over the full width, and under it its numbers as a table to look at or take away.
+    """Draw a plotly figure over the full width, and under it its numbers and itself to take away.
 
     key         unique on the page and the same from run to run, so that the figure is updated in place
     alt         what the figure shows, for those who cannot see it
     numbers     a row for each thing drawn; nothing is offered without it
     selectable  True makes a click run the page (or fragment) again
+    saveable    False where the caller offers `save` elsewhere
     Returns the points of a click that has not been returned before, each a dict with "customdata" where the
     figure has it; [] otherwise. Streamlit alone would report it again on every run until the next click.
     """
@@ -45,24 +51,51 @@ def show(
         handled[key] = selected
     else:
         st.plotly_chart(figure, **common)
-    if numbers is not None:
-        with st.expander("Numbers", icon=":material/table:"):
-            table(numbers, key=f"{key}_numbers")
+    if numbers is not None or saveable:
+        with st.container(horizontal=True, horizontal_alignment="right", gap="small"):
+            if numbers is not None:
+                with st.expander("Numbers", icon=":material/table:"):
+                    table(numbers, key=f"{key}_numbers")
+            if saveable:
+                save(figure, key=key, alt=alt)
     return points
 
 
+def save(figure: Any, *, key: str, alt: str, chart: str | None = None) -> None:
+    """Offer a figure as PNG, SVG and HTML behind one small button, in the theme that is shown.
+
+    key    the name of the files, unique on the page
+    chart  the key of the chart that shows it, where that is another
+    """
+    now = theme()
+    with st.popover("Save", icon=_SAVE, type="tertiary", key=f"{key}_save"), st.container(horizontal=True, gap="small"):
+        export_images.buttons(chart=chart or key, name=key, alt=alt, theme=now, key=f"{key}_image")
+        st.download_button(
+            "HTML",
+            data=lambda: export.figure_html(figure, name=key, alt=alt, theme=now),
+            file_name=f"{key}.html",
+            mime="text/html",
+            key=f"{key}_html",
+            help="One file of about 5 MB that opens without a network, as interactive as here.",
+            on_click="ignore",
+        )
+
+
 def table(frame: pd.DataFrame, *, key: str, columns: dict[str, Any] | None = None) -> None:
-    """Draw a table and offer it as CSV.
+    """Draw a table and offer it as CSV and Parquet.
 
     columns  settings of columns (`st.column_config`), their definitions in the help texts above all
     """
     st.dataframe(frame, hide_index=True, width="stretch", key=key, column_config=columns, placeholder="-")
-    st.download_button(
-        "Save as CSV",
-        data=lambda: frame.to_csv(index=False).encode(),
-        file_name=f"{key}.csv",
-        mime="text/csv",
-        key=f"{key}_csv",
-        icon=":material/download:",
-        on_click="ignore",
-    )
+    formats = (("CSV", export.table_csv, "text/csv"), ("Parquet", export.table_parquet, "application/octet-stream"))
+    with st.container(horizontal=True, gap="small"):
+        for name, convert, mime in formats:
+            st.download_button(
+                f"Save as {name}",
+                data=partial(convert, frame),
+                file_name=f"{key}.{name.lower()}",
+                mime=mime,
+                key=f"{key}_{name.lower()}",
+                icon=_SAVE,
+                on_click="ignore",
+            )

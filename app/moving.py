@@ -8,8 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts
-from app.figures.theme import palette
+from app import charts, export_images
 
 # A line over load colours, white in the middle of the scale in both themes: dark, with a light rim.
 DARK, LIGHT = "#14181d", "#ffffff"
@@ -20,7 +19,7 @@ _OLD_FOR_S = 2  # then the old figure is hidden, for readers of the screen too; 
 
 def show(figure: Any, *, key: str, alt: str, selectable: bool = False) -> list[dict[str, Any]]:
     """`charts.show` for a figure of a fixed height that is replaced often; without a table of numbers."""
-    figure.update_layout(paper_bgcolor=_ground())  # it must cover the old one
+    figure.update_layout(paper_bgcolor=export_images.page_ground(charts.theme()))  # it must cover the old one
     new = (figure.to_json(), alt)
     # key -> the place last drawn in, and what stands in both: (figure as JSON, figure, alt)
     places: dict[str, Any] = st.session_state.setdefault(_PLACES, {})
@@ -40,10 +39,12 @@ def show(figure: Any, *, key: str, alt: str, selectable: bool = False) -> list[d
                 if content[place] is None:
                     continue
                 _, drawn, text = content[place]
-                found = charts.show(drawn, key=f"{key}_{place}", alt=text, selectable=selectable)
+                found = charts.show(drawn, key=f"{key}_{place}", alt=text, selectable=selectable, saveable=False)
                 points = found if place == at else points
         # Last: put on top before its new figure has come, the place would show the one before the old one.
         _style(key, at, figure.layout.height)
+    with st.container(horizontal=True, horizontal_alignment="right"):
+        charts.save(figure, key=key, alt=alt, chart=f"{key}_{at}")
     return points
 
 
@@ -65,8 +66,3 @@ def _style(key: str, at: int, height: int) -> None:
         f"{now} {{z-index: 1; visibility: visible; transition: none}} "
         f"{old} {{z-index: 0; visibility: hidden; transition: visibility 0s {_OLD_FOR_S}s}}</style>"
     )
-
-
-def _ground() -> str:
-    theme = charts.theme()
-    return str(st.get_option(f"theme.{theme}.backgroundColor") or palette(theme).ground)

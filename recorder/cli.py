@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from .commands import bench, dashboard, importing, layout, listing, record, upkeep
+from .commands import bench, compare, dashboard, importing, layout, listing, record, report, upkeep
 from .commands.common import CANCELLED, DONE, FAILED, CommandError
 
 cli = typer.Typer(
@@ -28,6 +28,8 @@ commands: dict[str, Callable[..., Any]] = {  # in the order that --help lists th
     "import": importing.import_,
     "runs": listing.runs,
     "summary": listing.summary,
+    "compare": compare.compare,
+    "report": report.report,
     "verify": upkeep.verify,
     "compact": upkeep.compact,
     "analyse": upkeep.analyse,

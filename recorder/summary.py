@@ -15,7 +15,9 @@ from recorder.schema import lists_to_matrix
 _LOSSES = ("loss", "ce_loss", "aux_loss", "z_loss")
 
 
-def summarise(run: Run, window: int = metrics.WINDOW, phase: str | None = None) -> dict[str, Any]:
+def summarise(
+    run: Run, window: int = metrics.WINDOW, phase: str | None = None, *, step: int | None = None
+) -> dict[str, Any]:
     """Losses and per-layer metrics over the last `window` recorded steps of a phase.
 
     Means of per-step values, steps where a metric is undefined left out; but max_violation_window, dead_experts and
@@ -26,6 +28,7 @@ def summarise(run: Run, window: int = metrics.WINDOW, phase: str | None = None) 
         run: finished or running, with or without steps.
         window: recorded steps, at least 1.
         phase: train, probe, eval or generate; None = `run.main_phase`.
+        step: the last step that counts, as if nothing had been recorded after it; None = all do.
 
     Returns:
         {run_id, name, status, last_step, window, phase, steps, losses: {loss, ce_loss, aux_loss, z_loss}, layers:
@@ -39,7 +42,7 @@ def summarise(run: Run, window: int = metrics.WINDOW, phase: str | None = None) 
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     phase = phase or run.main_phase
-    steps = run.steps(phase=phase).tail(window)
+    steps = _until(run.steps(phase=phase), step).tail(window)
     return {
         "run_id": run.run_id,
         "name": run.name,
@@ -49,7 +52,7 @@ def summarise(run: Run, window: int = metrics.WINDOW, phase: str | None = None) 
         "phase": phase,
         "steps": len(steps),
         "losses": {name: _loss(steps[name]) for name in _LOSSES},
-        "layers": [_layer(run, layer, router, window, phase) for layer, router in routers_of(run, phase)],
+        "layers": [_layer(run, layer, router, window, phase, step) for layer, router in routers_of(run, phase)],
     }
 
 
@@ -93,8 +96,14 @@ def routers_of(run: Run, phase: str) -> list[tuple[int, int | None]]:
     return [(int(layer), int(router)) for layer, router in pairs.itertuples(index=False)]
 
 
-def _layer(run: Run, layer: int, router: int | None, window: int, phase: str) -> dict[str, Any]:
-    rows = run.layer_stats(layer, phase=phase, router=router).tail(window)
+def _until(rows: pd.DataFrame, step: int | None) -> pd.DataFrame:
+    return rows if step is None else rows[(rows["step"] <= step).to_numpy(dtype=bool)]
+
+
+def _layer(
+    run: Run, layer: int, router: int | None, window: int, phase: str, step: int | None = None
+) -> dict[str, Any]:
+    rows = _until(run.layer_stats(layer, phase=phase, router=router), step).tail(window)
     known = [item for item in run.moe_layers if item.get("index") == layer and router in (None, item.get("router"))]
     num_experts = known[0].get("num_experts") if known else None
     top_k = known[0].get("top_k") if known else None

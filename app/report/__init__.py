@@ -1,0 +1,1 @@
+"""One or several runs as one page of HTML that opens offline: what `routescope report` writes."""
