@@ -43,6 +43,8 @@ NAMES = (
     "show",
     "models",
     "design",
+    "x",
+    "find",
 )
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 
