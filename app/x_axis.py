@@ -45,6 +45,13 @@ class XAxis:
         place = np.searchsorted(self.steps_S, steps, side="right")
         return np.concatenate([[0.0], self.at_S])[place]
 
+    def beside(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """The table with these places in a column behind its column "step"; unchanged where they are the steps."""
+        at = self.at(frame["step"].to_numpy(dtype=np.int64))
+        if at is not None:
+            frame.insert(list(frame).index("step") + 1, self.title, at)
+        return frame
+
 
 STEPS = XAxis()
 

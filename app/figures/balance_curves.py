@@ -216,7 +216,7 @@ def share_area(
                     y=y_C[stretch],
                     customdata=None if series.at_S is None else steps[stretch],
                     mode="lines",
-                    stackgroup=f"experts {place}" if kind == "area" else None,
+                    stackgroup=("experts" if place == 0 else f"experts {place}") if kind == "area" else None,
                     legendgroup=of,
                     hovertemplate=_share_hover(of, uniform, None if series.at_S is None else x_title),
                     **settings | ({"showlegend": False} if place else {}),
