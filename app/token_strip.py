@@ -62,7 +62,8 @@ def matrix(run: Run, layer: int, rows: TokenRows, at: int) -> None:
         return
     num_experts = max(data.layer_stats(run, layer).num_experts, int(rows.experts_TK.max(initial=0)) + 1)
     used = len(np.unique(rows.experts_TK[rows.experts_TK >= 0]))
-    heading = f"Its {words.count(len(rows), 'token')} use {used} of {num_experts} experts, layer {layer_keys.label(run, layer)}, step {at:,}"
+    where = f"layer {layer_keys.label(run, layer)}, step {at:,}"
+    heading = f"Its {words.count(len(rows), 'token')} use {used} of {num_experts} experts, {where}"
     figure = token_matrix(
         rows,
         num_experts=num_experts,
