@@ -214,6 +214,18 @@ def pick_options(
     )
 
 
+def pick_text(name: str, label: str, *, placeholder: str = "", help: str | None = None) -> str:
+    """Draw a field for a line of text and return what it holds; "" for nothing."""
+    _check(name)
+    value = wanted(name) or ""
+    if value:
+        show(name, value)
+    _fill(name, value, ())
+    return st.text_input(
+        label, key=name, placeholder=placeholder, help=help, on_change=_store_text, args=(name,), max_chars=80
+    )
+
+
 def pick_layer(run: Any, keys: Sequence[int] | None = None, *, label: str = "MoE layer") -> int:
     """Draw the choice of a MoE layer of `run` (of these keys alone, where given) and return its key.
 
@@ -337,6 +349,11 @@ def _fill(key: str, value: Any, range_: tuple[Any, ...]) -> None:
 def _store(name: str) -> None:
     """Widget callback: what the widget shows is now wanted."""
     choose(**{name: st.session_state[name]})
+
+
+def _store_text(name: str) -> None:
+    """Widget callback: an empty field is no choice."""
+    choose(**{name: st.session_state[name] or None})
 
 
 def _write_from_fragment() -> None:
