@@ -58,7 +58,8 @@ def show(run: Run, words: str, phase: str, layer: int, num_experts: int) -> None
     steps = found.steps()
     by_id = "Found by its id. " if found.by_id else ""
     st.subheader(plain(_answer(run, found, name, layer, steps)), anchor=False)
-    st.caption(f"{by_id}{_searched(found, phase)} Each step recorded in this phase may hold other text.")
+    text = "" if phase == "probe" else " Every batch is other text, so the token stands elsewhere in each step."
+    st.caption(f"{by_id}{_searched(found, phase)}{text}")
     _layers(run, found, steps, name)
     _experts(run, found, steps, name, layer, num_experts)
     _table(run, found, phase, layer)

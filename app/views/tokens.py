@@ -67,9 +67,9 @@ def render() -> None:
     if len(rows) == 0:
         st.info("The tokens table names none of this step's tokens, so there is no text to colour.")
         return
-    with controls, st.container(width=220):
+    with controls, st.container(width=160):
         scope = _pick_scope(routes, run)
-    with controls, st.container(width=150):
+    with controls, st.container(width=140):
         wanted = token_search_panel.pick()
     stats = data.layer_stats(run, layer, phase)
     num_experts = max(stats.num_experts, int(rows.experts_TK.max(initial=0)) + 1)
