@@ -122,7 +122,7 @@ def test_the_keyboard_steps_and_plays_and_typing_does_not(page, dashboard):
 
 
 def test_a_token_is_followed_from_its_cell_to_its_step_and_back(page, dashboard):
-    dashboard.open(page, "tokens?run=none&layer=1&step=399&find=the")
+    dashboard.open(page, "tokens?run=none&layer=1&step=399&sequence=5&find=the")
     expect(page.get_by_role("heading", name=re.compile("“the” goes to expert"))).to_be_visible()
     assert page.locator("span.rs-found").count() > 0
     picture = page.locator(".st-key-token_layers .nsewdrag").first
