@@ -109,6 +109,7 @@ def test_the_keyboard_steps_and_plays_and_typing_does_not(page, dashboard):
     page.keyboard.press("Space")
     expect(page.get_by_role("button", name="Play")).to_be_visible()
     dashboard.settle(page)
+    time.sleep(1.5)  # a frame may have been on its way
     paused = slider.input_value()
     page.locator(".st-key-record_expander summary").first.click()
     field = page.locator(".st-key-record_name input").first
