@@ -41,7 +41,7 @@ def losses(run: Run, axis: XAxis) -> None:
     if any("(probe)" in name for name in names):
         said += " The probe is a fixed batch that is never trained on."
     if any(name.startswith("held-out") for name in names):
-        said += " Held-out text that stays behind while training goes on falling is learned by heart."
+        said += " Where it stays behind while training goes on falling, the training text is learned by heart."
     st.caption(" ".join([said, axis.note]).strip())
     figure = metric_curves(
         [replace(curve, at_S=axis.at(curve.steps_S)) for curve in curves],
