@@ -15,7 +15,8 @@ from app.figures.token_text import TokenRows, token_html
 from recorder.reader import Run
 
 PHASES = ("probe", "train", "eval", "generate")  # the probe first: its text stays while the experts change
-MAX_TOKENS = 512  # of the sequence
+MAX_TOKENS = 256  # of the sequence; text and matrix are sent anew with every frame
+MAX_MATRIX_TOKENS = 128
 _TEXT_HEIGHT = 190  # pixels; fixed, so that nothing below moves
 _ROUTES = "_token_strip_routes"
 
@@ -70,6 +71,7 @@ def matrix(run: Run, layer: int, rows: TokenRows, at: int) -> None:
         title=heading,
         theme=charts.theme(),
         weight_limit=min(1.0, 4 / rows.experts_TK.shape[1]),  # by k alone: a colour means the same at every step
+        max_tokens=MAX_MATRIX_TOKENS,
         wrap_at=200,
     )
     moving.show(figure, key="replay_tokens", alt=f"Gate weights of the tokens by expert. {heading}.")
