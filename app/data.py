@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import streamlit as st
 
-from app import folders, health, layer_keys
+from app import folders, health, layer_keys, token_search
 from app.figures.inputs import LoadSeries
 from app.layer_stats import LayerStats
 from app.words import step_word
@@ -247,6 +247,11 @@ def tokens(run: Run, step: int, phase: str = "train") -> pd.DataFrame:
 def decision_steps(run: Run, phase: str = "train") -> np.ndarray:
     """The steps (ascending, int64) of a phase whose single decisions were recorded. Cached."""
     return _decision_steps(*_key(run), phase, run)
+
+
+def search_token(run: Run, words: str, phase: str) -> token_search.Search:
+    """`token_search.search(run, words, phase)`. Cached."""
+    return _frame(*_key(run), "token_search", (words, phase), lambda: token_search.search(run, words, phase))
 
 
 def loads_problem(run: Run) -> str | None:

@@ -12,12 +12,29 @@ FRAME_S = 0.5  # seconds a frame stays; a figure of a few hundred cells draws we
 SPEEDS = (1, 2, 5, 10, 20, 50, 100)  # recorded steps per frame
 _FRAMES = 60  # the speed offered first plays a whole run in about this many frames
 
+# A radio button that has just been clicked keeps the space key for itself, though it has nothing left to choose.
+_SPACE_ON_RADIO = """<script>
+if (!window.routescopeSpace) {
+  window.routescopeSpace = true;
+  document.addEventListener("keydown", (event) => {
+    const play = document.querySelector(".st-key-play button");
+    const radio = event.target.closest?.("[role=radio][aria-checked=true]");
+    if (event.key !== " " || !play || !radio) return;
+    event.preventDefault();
+    event.stopImmediatePropagation();
+    play.click();
+  }, true);
+}
+</script>"""
+
 _NEXT_AT = "_player_next_at"
 _SPEED = "player_speed"
 
 
 def replay(steps: Iterable[int], draw: Callable[[int], None], *, label: str = "Step") -> None:
     """Draw the controls and, below them, `draw(step)`; while playing, only these are drawn again.
+
+    The keys left, right and space press Previous, Next and Play, save in a field that takes them itself.
 
     `draw` runs inside a fragment: load what does not depend on the step outside and let `draw` close over it;
     give its charts fixed keys, so that they are updated in place. One step alone has no controls. The step is
@@ -27,6 +44,8 @@ def replay(steps: Iterable[int], draw: Callable[[int], None], *, label: str = "S
     """
     steps_S = np.asarray(list(steps), dtype=np.int64)
     playing = bool(st.session_state.get("playing")) and steps_S.size > 1
+    if steps_S.size > 1:
+        st.html(_SPACE_ON_RADIO, unsafe_allow_javascript=True)
     st.fragment(_frame, run_every=FRAME_S if playing else None)(steps_S, draw, label)
 
 
@@ -68,6 +87,7 @@ def _buttons(steps_S: np.ndarray) -> None:
         "Previous",
         key="step_back",
         icon=":material/skip_previous:",
+        shortcut="Left",
         help="One recorded step back",
         disabled=playing or here == 0,
         on_click=_move,
@@ -77,6 +97,7 @@ def _buttons(steps_S: np.ndarray) -> None:
         "Pause" if playing else "Play",
         key="play",
         icon=":material/pause:" if playing else ":material/play_arrow:",
+        shortcut="Space",
         type="primary",
         on_click=_toggle,
         args=(steps_S,),
@@ -86,6 +107,7 @@ def _buttons(steps_S: np.ndarray) -> None:
         "Next",
         key="step_forward",
         icon=":material/skip_next:",
+        shortcut="Right",
         help="One recorded step forward",
         disabled=playing or here == steps_S.size - 1,
         on_click=_move,

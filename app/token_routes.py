@@ -59,8 +59,7 @@ def join(decisions: pd.DataFrame, tokens: pd.DataFrame) -> Routes:
     places = decisions[["rank", "token"]].assign(row=np.arange(len(decisions)))
     joined = tokens.merge(places, on=["rank", "token"], how="inner")
     rank_T, sequence_T = (joined[name].to_numpy(np.int64, na_value=0) for name in ("rank", "sequence"))
-    ranks = np.unique(rank_T)
-    sequence_T = sequence_T + np.searchsorted(ranks, rank_T) * (int(sequence_T.max(initial=0)) + 1)
+    sequence_T = numbered_on(rank_T, sequence_T)
     position_T = joined["position"].to_numpy(np.int64, na_value=0)
     order = np.lexsort((position_T, sequence_T))
     row_T = joined["row"].to_numpy(np.int64)[order]
@@ -84,8 +83,13 @@ def join(decisions: pd.DataFrame, tokens: pd.DataFrame) -> Routes:
         has_text=has_text,
         numbered=False,
         left_out=len(decisions) - len(joined),
-        ranks=len(ranks),
+        ranks=len(np.unique(rank_T)),
     )
+
+
+def numbered_on(rank_T: np.ndarray, sequence_T: np.ndarray) -> np.ndarray:
+    """(T,) sequences of all ranks of a step as one count: those of the second and later ranks are numbered on."""
+    return sequence_T + np.searchsorted(np.unique(rank_T), rank_T) * (int(sequence_T.max(initial=0)) + 1)
 
 
 def take(rows: TokenRows, index_T: np.ndarray) -> TokenRows:

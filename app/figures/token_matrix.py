@@ -13,7 +13,7 @@ from app.figures.theme import MONO_FAMILY, Theme, figure_layout, palette
 from app.figures.token_text import TokenRows
 
 # Green, one hue: neither the load's blue and red nor an expert's colour. More weight stands out more from the page.
-_INTENSITY = {
+INTENSITY = {
     "light": [[0.0, "#dcefe7"], [0.5, "#58ab8c"], [1.0, "#00432f"]],
     "dark": [[0.0, "#1c3a31"], [0.5, "#2f9673"], [1.0, "#b9f5dd"]],
 }
@@ -82,7 +82,7 @@ def token_matrix(
             hoverongaps=False,
             zmin=0,
             zmax=weight_limit,
-            colorscale=_INTENSITY[theme],
+            colorscale=INTENSITY[theme],
             xgap=1 if count <= 160 else 0,
             ygap=1,
             colorbar={

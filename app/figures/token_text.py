@@ -18,7 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from app.figures.theme import OKABE_ITO, Theme, mix, palette
 
 MAX_TOKENS = 2048
-_MARKS = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
+#: How white space is shown in a token's text.
+MARKS = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"}
 
 
@@ -92,8 +93,8 @@ def visible_text(text: str) -> str:
             lone_lead = i == 0 and len(text) > 1 and not text[1].isspace()
             between = 0 < i < len(text) - 1 and not text[i - 1].isspace() and not text[i + 1].isspace()
             shown.append(" " if lone_lead or between else "·")
-        elif char in _MARKS:
-            shown.append(_MARKS[char])
+        elif char in MARKS:
+            shown.append(MARKS[char])
         elif unicodedata.category(char) in _INVISIBLE:
             shown.append(f"⟨U+{ord(char):04X}⟩")
         else:
@@ -123,6 +124,7 @@ def token_html(
     numbers: int = 2,
     max_tokens: int = MAX_TOKENS,
     legend: bool = True,
+    found_T: ArrayLike | None = None,
 ) -> str:
     """Sequences as HTML: each token on the ground of its expert, the expert's number small beside it.
 
@@ -132,6 +134,7 @@ def token_html(
     default the busiest of what is shown. Pass the same list for every step and layer switch to keep colours.
     numbers: how many of a token's experts are written beside it. max_tokens: the rest is left out, and said so.
     legend: False where the page has a legend of its own, for instance over more tokens than are shown.
+    found_T: bool, tokens that get a frame, for instance those searched for.
     Every token carries what hover shows (its text, position, domain, experts with weights) in `title`.
     """
     p = palette(theme)
@@ -150,12 +153,13 @@ def token_html(
             colours[expert] = spare.pop(0) if spare else p.block
         colours = {e: c for e, c in colours.items() if e in chosen}
 
+    framed = set() if found_T is None else set(np.flatnonzero(np.asarray(found_T)[:count]).tolist())
     blocks: list[str] = []
     for sequence in dict.fromkeys(np.asarray(rows.sequence_T)[:count].tolist()):
         members = np.flatnonzero(np.asarray(rows.sequence_T)[:count] == sequence)
         domain = rows.domain(int(members[0]))
         heading = f"{html.escape(domain)} · " if domain else ""
-        tokens = "".join(_token(rows, int(i), colours, chosen, theme, numbers) for i in members)
+        tokens = "".join(_token(rows, int(i), colours, chosen, theme, numbers, int(i) in framed) for i in members)
         blocks.append(
             f'<div class="rs-seq"><div class="rs-head">{heading}sequence {sequence}</div>'
             f'<div class="rs-text">{tokens}</div></div>'
@@ -175,6 +179,7 @@ def _token(
     chosen: set[int] | None,
     theme: Theme,
     numbers: int,
+    framed: bool,
 ) -> str:
     slots = [(k, int(e)) for k, e in enumerate(np.asarray(rows.experts_TK)[index]) if e >= 0]
     if chosen is None:
@@ -183,7 +188,7 @@ def _token(
         owner = next((e for _, e in slots if e in chosen), None)
     colour = colours.get(owner) if owner is not None else None
     style = f' style="background:{token_ground(colour, theme)};color:{INK}"' if colour else ""
-    classes = "rs-t" if slots else "rs-t rs-none"
+    classes = ("rs-t" if slots else "rs-t rs-none") + (" rs-found" if framed else "")
     label = ",".join(str(e) if rows.kept(index, k) else f"<s>{e}</s>" for k, e in (slots[:numbers] if slots else []))
     if len(slots) > numbers > 0:
         label += "…"
@@ -262,6 +267,7 @@ def _style(theme: Theme) -> str:
         f".rs-{theme} .rs-t sub{{font-size:11px;line-height:0;vertical-align:-2px;bottom:0;opacity:.85;color:inherit;"
         "margin-left:1px}"
         f".rs-{theme} .rs-none{{outline:1px dashed {p.muted};outline-offset:-1px}}"
+        f".rs-{theme} .rs-found{{outline:2.5px solid {p.text};outline-offset:0}}"
         ".rs-t s{text-decoration-thickness:2px}"
         "</style>"
     )

@@ -6,7 +6,7 @@ Shapes: E experts of a layer, F of the next MoE layer.
 import numpy as np
 import streamlit as st
 
-from app import charts, coactivation, data, layer_keys, state
+from app import charts, coactivation, data, layer_keys, navigation, state
 from app.figures.pair_matrix import pair_matrix
 from app.text import plain
 from app.views import empty
@@ -51,6 +51,8 @@ def render() -> None:
     said = _together(run, layer, phase, load_E)
     title.title(said or f"Layer {layer_keys.label(run, layer)}: each token uses one expert, so none fire together")
     _flow(run, layer, phase, load_E)
+    if st.button("See this layer's tokens", key="coactivation_tokens", icon=":material/text_fields:"):
+        navigation.go("tokens", layer=layer, phase=phase)
 
 
 def _together(run: Run, layer: int, phase: str, load_E: np.ndarray) -> str | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, layer_keys, state, token_routes, words
+from app import charts, data, layer_keys, navigation, state, token_routes, token_search_panel, words
 from app.figures.theme import OKABE_ITO, categorical_colour
 from app.figures.token_matrix import token_matrix
 from app.figures.token_text import INK, TokenRows, token_ground, token_html
@@ -67,8 +67,10 @@ def render() -> None:
     if len(rows) == 0:
         st.info("The tokens table names none of this step's tokens, so there is no text to colour.")
         return
-    with controls, st.container(width=220):
+    with controls, st.container(width=160):
         scope = _pick_scope(routes, run)
+    with controls, st.container(width=140):
+        wanted = token_search_panel.pick()
     stats = data.layer_stats(run, layer, phase)
     num_experts = max(stats.num_experts, int(rows.experts_TK.max(initial=0)) + 1)
 
@@ -90,7 +92,11 @@ def render() -> None:
     total_E = (trained if trained.steps_S.size else stats).load_SE.sum(axis=0)
     places = token_routes.colour_owners(np.asarray(total_E))
     expert = _pick_expert(legend, places, share_E)
-    _text(routes, scope, places, expert, label, step)
+    _text(routes, scope, places, expert, label, step, wanted)
+    if st.button("Replay this step", key="replay_step", icon=":material/play_circle:"):
+        navigation.go("replay", layer=layer, step=step, phase=phase)
+    if wanted:
+        token_search_panel.show(run, wanted, phase, layer, num_experts)
     _matrix(routes, scope.shown[0], num_experts, label, step)
     _table(seen, num_experts, domains, table)
 
@@ -309,6 +315,7 @@ def _text(
     expert: int | None,
     layer: layer_keys.Label,
     step: int,
+    wanted: str,
 ) -> None:
     rows = routes.rows
     shown, each = token_routes.shorten(rows, scope.shown, MAX_TEXT_TOKENS)
@@ -323,6 +330,7 @@ def _text(
         # an expert without a colour of its own borrows one where it alone is coloured
         colour_experts=places if expert is None or expert in places else [expert],
         legend=False,
+        found_T=token_search_panel.found_T(shown, wanted),
     )
     cut = any(int((rows.sequence_T == number).sum()) > each for number in scope.shown)
     among = len(np.unique(rows.sequence_T[scope.index_T]))

@@ -275,7 +275,7 @@ def test_ghosts_show_the_previous_step():
     ghosts = [t for t in fig.data if t.name == "load at the previous step"]
     assert ghosts
     assert all(list(t.y) == [0, 0] for t in ghosts)
-    assert "step 56: 20 assignments (-10)" in bars(fig).hovertext[0]
+    assert "step 56: 20 assignments, 50.00% (-25.00 points)" in bars(fig).hovertext[0]
     (mass,) = [t for t in fig.data if t.name == "share of gate weight"]
     np.testing.assert_allclose(mass.y, [np.log2(1.5), -1])
     assert "change +0.1" in bars(fig, "bias").hovertext[0]

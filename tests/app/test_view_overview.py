@@ -245,6 +245,74 @@ def test_the_load_can_be_clicked_and_the_layer_replayed(real: Path, open_page: O
     assert test.query_params["layer"] == "1"
 
 
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run of one layer of 4 experts: steps 0 to 9, killed, resumed at 20 to 29; eval every 5; rerouted."""
+    folder = tmp_path_factory.mktemp("resumed")
+    layers = [{"index": 0, "kind": "moe", "router": 0, "num_experts": 4, "top_k": 1}]
+    for steps in (range(10), range(20, 30)):
+        resume = {"resume": True} if steps[0] else {}
+        with RunWriter(folder / "r", manifest={"name": "r", "model": {"layers": layers}}, **resume) as writer:
+            for step in steps:
+                writer.log_step(step, tokens=100 + step, loss=9.0 - step / 10, ce_loss=8.0 - step / 10, wall_time_s=2.0)
+                load_E = np.array([50, 50, step, 0])
+                writer.log_layer_stats(
+                    step,
+                    layer=0,
+                    router=0,
+                    tokens=100 + step,
+                    load=load_E,
+                    gate_mass=load_E,
+                    mean_prob=np.full(4, 0.25),
+                    expert_bias=np.zeros(4),
+                    rerouted=None if step == 3 else step,
+                )
+                if step % 5 == 0:
+                    writer.log_step(step, phase="eval", tokens=64, loss=8.5 - step / 10)
+    return folder
+
+
+def test_a_resumed_run_over_tokens_with_eval_loss_and_rerouted(
+    resumed: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ROUTESCOPE_DIRS", str(resumed))
+    monkeypatch.chdir(tmp_path)
+    test = open_page("overview", run="r", x="tokens", window=10)
+    assert not test.exception, test.exception
+    drawn = figures(test)
+    steps = [*range(10), *range(20, 30)]
+    tokens = np.cumsum([100 + step for step in steps])
+    by_name = {trace["name"]: trace for trace in drawn["losses"]["data"]}
+    expected = [*tokens[:10], np.nan, *tokens[10:]]
+    assert array(by_name["cross-entropy"]["x"]).astype(float) == pytest.approx(expected, nan_ok=True)
+    assert np.isnan(array(by_name["cross-entropy"]["y"]).astype(float)[10]), "no line over the steps that are missing"
+    held_out = by_name["held-out loss (eval)"]
+    at = dict(zip(steps, tokens, strict=True))
+    places = array(held_out["x"]).astype(float)
+    assert places[np.isfinite(places)] == pytest.approx([at[step] for step in (0, 5, 20, 25)])
+    assert "; held-out 6 at step 25" in drawn["losses"]["layout"]["title"]["text"]
+    assert "resumed" in [note["text"] for note in drawn["losses"]["layout"]["annotations"]]
+    assert "x adds up the tokens of 20 recorded steps, 67% of those from 0 to 29." in words(test)
+
+    thick = next(trace for trace in drawn["rerouted"]["data"] if trace["line"]["width"] == 3)
+    shares = array(thick["y"]).astype(float)
+    last = range(20, 30)
+    assert shares[-1] == pytest.approx(100 * sum(last) / sum(100 + step for step in last))
+    # The window that ends at step 4 holds steps 0, 1, 2 and 4: nothing was recorded at step 3.
+    assert shares[4] == pytest.approx(100 * 7 / (100 + 101 + 102 + 104))
+    title = drawn["rerouted"]["layout"]["title"]["text"]
+    assert f"the bias changes {100 * sum(last) / sum(100 + step for step in last):.1f}% of the assignments" in title
+    numbers = next(frame.value for frame in test.dataframe if "rerouted (%)" in frame.value)
+    assert numbers["tokens so far"].tolist() == tokens.tolist()
+    assert numbers["rerouted (%)"].isna().tolist() == [step == 3 for step in steps]
+
+
+def test_a_run_without_a_bias_draws_no_rerouted_share(real: Path, open_page: Open) -> None:
+    test = open_page("overview", run="plain", x="time")
+    assert "rerouted" not in figures(test)
+    assert figures(test)["losses"]["layout"]["xaxis"]["title"]["text"] == "time in steps so far (s)"
+
+
 # ----------------------------------------------------------------------------------------------------- the title
 
 

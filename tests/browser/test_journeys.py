@@ -91,6 +91,59 @@ def test_play_moves_the_step_and_pause_keeps_it(page, dashboard):
     assert parameters(page)["step"] == paused
 
 
+def test_the_keyboard_steps_and_plays_and_typing_does_not(page, dashboard):
+    dashboard.open(page, "replay?run=sign-bias&layer=1&step=100")
+    slider = step_slider(page)
+    page.keyboard.press("ArrowRight")
+    expect(slider).to_have_value("101")
+    page.keyboard.press("ArrowLeft")
+    expect(slider).to_have_value("100")
+    dashboard.settle(page)
+    page.keyboard.press("Space")
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    expect(slider).not_to_have_value("100")
+    # Another layer while it plays: it goes on playing, with the other layer's loads, at the step it was at.
+    choose_layer(page, dashboard, "3")
+    expect(page.get_by_role("heading", level=1)).to_contain_text("layer 3")
+    expect(page.get_by_role("button", name="Pause")).to_be_visible()
+    page.keyboard.press("Space")
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+    dashboard.settle(page)
+    time.sleep(1.5)  # a frame may have been on its way
+    paused = slider.input_value()
+    page.locator(".st-key-record_expander summary").first.click()
+    field = page.locator(".st-key-record_name input").first
+    field.fill("")
+    field.press_sequentially("a b")
+    field.press("ArrowLeft")
+    time.sleep(1)
+    assert field.input_value() == "a b"
+    assert slider.input_value() == paused
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+
+
+def test_a_token_is_followed_from_its_cell_to_its_step_and_back(page, dashboard):
+    dashboard.open(page, "tokens?run=none&layer=1&step=399&sequence=5&find=the")
+    expect(page.get_by_role("heading", name=re.compile("“the” goes to expert"))).to_be_visible()
+    assert page.locator("span.rs-found").count() > 0
+    picture = page.locator(".st-key-token_layers .nsewdrag").first
+    picture.scroll_into_view_if_needed()
+    area = picture.bounding_box()
+    # 21 probes in equal columns; the upper of two rows is layer 3
+    page.mouse.click(area["x"] + area["width"] * 10.5 / 21, area["y"] + area["height"] * 0.25)
+    page.wait_for_url(re.compile("step=200"))
+    dashboard.settle(page)
+    assert (parameters(page)["layer"], parameters(page)["step"], parameters(page)["find"]) == ("3", "200", "the")
+    page.get_by_role("button", name="Replay this step").click()
+    page.wait_for_url(re.compile("/replay"))
+    dashboard.settle(page)
+    assert (parameters(page)["layer"], parameters(page)["step"]) == ("3", "200")
+    page.go_back()
+    page.wait_for_url(re.compile("/tokens"))
+    dashboard.settle(page)
+    assert (parameters(page)["layer"], parameters(page)["step"], parameters(page)["find"]) == ("3", "200", "the")
+
+
 def start_recording(page, **fields):
     form = page.locator(".st-key-record_expander")
     if not page.locator(".st-key-record_steps").is_visible():
