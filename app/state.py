@@ -30,6 +30,10 @@ T = TypeVar("T")
 NAMES = (
     "run",
     "runs",
+    "colours",
+    "group",
+    "smoothing",
+    "against",
     "layer",
     "step",
     "sequence",

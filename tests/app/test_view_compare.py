@@ -1,7 +1,7 @@
 """The page that compares runs: every number on it against the Parquet files, and runs that do not match."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import comparison
 from recorder.writer import RunWriter
 
 Open = Callable[..., AppTest]
@@ -184,16 +183,15 @@ def test_the_title_answers_with_the_numbers_of_the_files(samples: Path, compare:
     )
 
 
-def better_loss(steps: range, labels: list[str]) -> str:
-    """Of none and quantile: the lower mean, where it is lower by more than two standard errors of the differences."""
-    losses = []
-    for name in ("none", "quantile"):
-        frame = pq.read_table(SAMPLES / name / "steps").to_pandas()
-        losses.append(frame[(frame.phase == "train") & frame.step.isin(steps)].sort_values("step").ce_loss.to_numpy())
-    difference = losses[1] - losses[0]
-    if abs(difference.mean()) <= 2 * difference.std(ddof=1) / len(difference) ** 0.5:
-        return "equal within noise"
-    return labels[0] if difference.mean() > 0 else labels[1]
+T_95 = 2.776445105  # Student's t of 4 degrees of freedom, two-sided
+
+
+def noise(
+    hand: Sequence[Mapping[str, float | None]], other: Sequence[Mapping[str, float | None]], metric: str
+) -> float:
+    """Half the 95% interval of the mean difference of a metric, from its values in the five stretches."""
+    differences = np.array([b[metric] - a[metric] for a, b in zip(hand, other, strict=True)], float)
+    return T_95 * differences.std(ddof=1) / 5**0.5
 
 
 @pytest.mark.parametrize("layer", [1, 3])
@@ -201,7 +199,11 @@ def test_every_metric_is_that_of_the_files(samples: Path, compare: Compare, laye
     test = compare("none", "quantile", layer=layer)
     table = table_with(test, "better").set_index("metric")
     hand = {name: by_hand(SAMPLES / name, layer, range(350, 400)) for name in ("none", "quantile")}
-    labels = [column for column in table if column not in ("difference", "better", "what it is")]
+    stretches = {
+        name: [by_hand(SAMPLES / name, layer, range(start, start + 10)) for start in range(350, 400, 10)]
+        for name in ("none", "quantile")
+    }
+    labels = list(table)[:2]
     higher = {"load entropy"}
     for metric, line in table.iterrows():
         values = [hand[name][str(metric)] for name in ("none", "quantile")]
@@ -212,11 +214,14 @@ def test_every_metric_is_that_of_the_files(samples: Path, compare: Compare, laye
                 assert line[label] == pytest.approx(value, rel=1e-9)
         if metric in ("router entropy", "aux loss, normalised", "drop rate"):
             assert pd.isna(line["better"])
-        elif metric == "cross-entropy (nats per token)":
-            assert line["better"] == better_loss(range(350, 400), labels)
+        elif values[0] == values[1]:
+            assert line["better"] == "equal"
         else:
-            best = 0 if values[0] == values[1] else int((values[1] < values[0]) != (metric in higher))
-            assert line["better"] == ("equal" if values[0] == values[1] else labels[best])
+            apart = noise(stretches["none"], stretches["quantile"], str(metric))
+            assert line["noise up to"] == pytest.approx(apart, rel=1e-3)
+            best = labels[int((values[1] < values[0]) != (metric in higher))]
+            behind = [two[metric] - one[metric] for one, two in zip(*stretches.values(), strict=True)]
+            assert line["better"] == ("equal within noise" if abs(np.mean(behind)) <= apart else best)
         if None not in values:
             assert line["difference"] == pytest.approx(values[1] - values[0], rel=1e-6)
     assert "the last 50 steps that all these runs recorded (350 to 399)" in words(test)
@@ -342,7 +347,7 @@ def test_different_experts_top_k_and_layers_are_compared_where_that_is_defined(s
     table = table_with(test, "better").set_index("metric")
     assert table.loc["max_violation, window", ["a", "b"]].tolist() == [1, 0]
     assert pd.isna(table.loc["max_violation, window", "better"]), "bounds differ: 3 and 3 of other experts"
-    assert table.loc["cross-entropy (nats per token)", "better"] == "equal within noise"
+    assert table.loc["cross-entropy (nats per token)", "better"] == "equal"
     assert table.loc["aux loss, normalised", ["a", "b"]].tolist() == [2, 1]
     test = compare("a", "b", layer=5)
     assert "Layer 5 of this run has no experts." in words(test)
@@ -421,16 +426,7 @@ def test_runs_of_one_name_and_of_a_strange_one(shown: Path, compare: Compare) ->
     assert "in the other 2 runs none does" in test.title[0].value
 
 
-# -------------------------------------------------------------------------------------------------- arithmetic
-
-
-def test_runs_keep_their_colour_and_never_share_one() -> None:
-    known = [f"run{n}" for n in range(20)]
-    assert comparison.colours(["run3", "run1"], known) == {"run3": 3, "run1": 1}
-    assert comparison.colours(["run1", "run3", "run2"], known)["run3"] == 3
-    clash = comparison.colours(["run1", "run8", "run15"], known)
-    assert clash["run1"] == 1
-    assert len(set(clash.values())) == 3
+# ------------------------------------------------------------------------------------------------------ titles
 
 
 def test_as_many_idle_in_each_run_and_all_alike(shown: Path, compare: Compare) -> None:

@@ -1,0 +1,179 @@
+"""The curves of a comparison: each run's values over its steps, a group's mean and range, and differences of two runs.
+
+Shape suffixes: S recorded steps, E experts, R runs.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from app import data, layer_keys
+from app.comparison import WINDOW, Compared
+from app.figures.group_range import GroupRange
+from app.figures.inputs import Curve, ReferenceLine
+from app.words import value
+from moe_core import metrics
+from moe_core.curves import smooth
+
+STEP = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """What the curves run over: its name with unit, and where a run's steps lie on it; None means at the steps."""
+
+    title: str = STEP
+    places: Callable[[Compared, np.ndarray], np.ndarray | None] = lambda one, steps_S: None
+
+    def settings(self, one: Compared, steps_S: np.ndarray) -> dict[str, Any]:
+        """What a `Curve` needs to lie on it."""
+        at_S = self.places(one, steps_S)
+        return {} if at_S is None else {"at_S": at_S}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """One quantity of one run over its recorded steps: values_S float, NaN where null_S says nothing was recorded."""
+
+    one: Compared
+    steps_S: np.ndarray
+    values_S: np.ndarray
+    null_S: np.ndarray
+
+
+def losses(runs: Sequence[Compared]) -> list[Values]:
+    """The cross-entropy of those runs that recorded one."""
+    found = []
+    for one in runs:
+        frame = data.steps(one.run)
+        if not frame["ce_loss"].isna().all():
+            values_S = frame["ce_loss"].to_numpy(np.float64, na_value=np.nan)
+            null_S = frame["ce_loss"].isna().to_numpy(bool)
+            found.append(Values(one=one, steps_S=frame["step"].to_numpy(np.int64), values_S=values_S, null_S=null_S))
+    return found
+
+
+def of_loads(
+    runs: Sequence[Compared], layer: int, quantity: Callable[[Any], Any], window: int = WINDOW
+) -> list[Values]:
+    """A metric of the loads of a layer, summed over a trailing window (1: of each step), of the runs that have it."""
+    found = []
+    for one in runs:
+        if layer in one.layers:
+            stats = data.layer_stats(one.run, layer)
+            load_SE = stats.load_SE if window == 1 else metrics.rolling_window_load(stats.load_SE, window)
+            values_S = np.atleast_1d(np.asarray(quantity(load_SE), dtype=np.float64))
+            found.append(Values(one=one, steps_S=stats.steps_S, values_S=values_S, null_S=np.isnan(values_S)))
+    return found
+
+
+def curves(
+    values: Sequence[Values], axis: Axis, panels: Mapping[str, str], *, style: str = "line", what: str = ""
+) -> list[Curve]:
+    """One curve a run in its own colour.
+
+    panels  the panel of each run, by label; what  said behind the run's name in hover
+    """
+    return [
+        Curve(
+            name=f"{one.one.label}{what}",
+            group=one.one.label,
+            colour=one.one.colour,
+            steps_S=one.steps_S,
+            values_S=one.values_S,
+            null_S=one.null_S,
+            panel=panels.get(one.one.label, ""),
+            style=style,
+            restarts=data.restarts(one.one.run),
+            **axis.settings(one.one, one.steps_S),
+        )
+        for one in values
+    ]
+
+
+def numbers(columns: Mapping[str, Sequence[Values]], layer: layer_keys.Label | None = None) -> pd.DataFrame:
+    """A row for each run and step; of each column the values of the same runs. layer: said where they are of one."""
+    first, *_ = columns.values()
+    fixed = {} if layer is None else {"layer": layer}
+    frames = [
+        pd.DataFrame(
+            {"run": one.one.label, **fixed, "step": one.steps_S}
+            | {name: its[place].values_S for name, its in columns.items()}
+        )
+        for place, one in enumerate(first)
+    ]
+    return pd.concat(frames, ignore_index=True)
+
+
+def bounds(runs: Sequence[Compared], layer: int, panels: Mapping[str, str]) -> list[ReferenceLine]:
+    """The largest possible max_violation, E/k - 1, in each panel."""
+    lines = {}
+    for one in runs:
+        experts, top_k = one.shape(layer)
+        if experts and top_k:
+            bound = metrics.max_violation_bound(experts, top_k)
+            lines[panels.get(one.label, ""), bound] = ReferenceLine(
+                value=bound, label=f"most possible: E/k - 1 = {value(bound)}", panel=panels.get(one.label, "")
+            )
+    return list(lines.values())
+
+
+def ranges(values: Sequence[Values], panels: Mapping[str, str], smoothing: float = 0.0) -> list[GroupRange]:
+    """Mean, lowest and highest of the runs of each panel that has several, at the steps that all of them recorded.
+
+    One for each stretch without a hole: where a run has no finite value, or steps are missing at a resume, the group
+    has no mean.
+    """
+    members: dict[str, list[Values]] = {}
+    for one in values:
+        members.setdefault(panels.get(one.one.label, ""), []).append(one)
+    found = []
+    for panel, several in members.items():
+        steps_S = several[0].steps_S
+        for one in several[1:]:
+            steps_S = np.intersect1d(steps_S, one.steps_S)
+        if len(several) < 2 or not steps_S.size:
+            continue
+        drawn = [smooth(one.values_S, smoothing) if smoothing else one.values_S for one in several]
+        values_RS = np.stack([y[np.searchsorted(one.steps_S, steps_S)] for one, y in zip(several, drawn, strict=True)])
+        restarts = {restart for one in several for restart in data.restarts(one.one.run)}
+        for part in _without_holes(steps_S, np.isfinite(values_RS).all(axis=0), restarts):
+            found.append(GroupRange(panel=panel, steps_S=steps_S[part], values_RS=values_RS[:, part]))
+    return found
+
+
+def _without_holes(steps_S: np.ndarray, whole_S: np.ndarray, restarts: Iterable[int]) -> list[slice]:
+    gaps = np.diff(steps_S)
+    usual = np.median(gaps) if gaps.size else 1
+    at_restart = {int(np.searchsorted(steps_S, restart)) for restart in restarts}
+    holes = {place for place in at_restart if 0 < place < len(steps_S) and gaps[place - 1] > usual}
+    ends = sorted({0, len(steps_S), *holes, *(np.flatnonzero(np.diff(whole_S.astype(int))) + 1).tolist()})
+    return [slice(start, stop) for start, stop in itertools.pairwise(ends) if whole_S[start]]
+
+
+def differences(values: Sequence[Values], baseline: Compared) -> list[Values]:
+    """Each other run minus the baseline, at the steps that the two recorded and where both are finite."""
+    reference = next((one for one in values if one.one.label == baseline.label), None)
+    if reference is None:
+        return []
+    found = []
+    for one in values:
+        if one is reference:
+            continue
+        steps_S, mine, its = np.intersect1d(one.steps_S, reference.steps_S, return_indices=True)
+        behind_S = one.values_S[mine] - reference.values_S[its]
+        finite_S = np.isfinite(behind_S)
+        if finite_S.any():
+            found.append(
+                Values(
+                    one=one.one,
+                    steps_S=steps_S[finite_S],
+                    values_S=behind_S[finite_S],
+                    null_S=np.zeros(int(finite_S.sum()), bool),
+                )
+            )
+    return found
