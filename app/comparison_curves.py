@@ -110,15 +110,15 @@ def numbers(columns: Mapping[str, Sequence[Values]], layer: layer_keys.Label | N
 
 
 def bounds(runs: Sequence[Compared], layer: int, panels: Mapping[str, str]) -> list[ReferenceLine]:
-    """The largest possible max_violation, E/k - 1, in each panel."""
+    """The largest possible max_violation, E/k - 1, in each panel; with its name where there is room, in one chart."""
     lines = {}
     for one in runs:
         experts, top_k = one.shape(layer)
         if experts and top_k:
             bound = metrics.max_violation_bound(experts, top_k)
-            lines[panels.get(one.label, ""), bound] = ReferenceLine(
-                value=bound, label=f"most possible: E/k - 1 = {value(bound)}", panel=panels.get(one.label, "")
-            )
+            name = "" if panels else f"most possible: E/k - 1 = {value(bound)}"
+            panel = panels.get(one.label, "")
+            lines[panel, bound] = ReferenceLine(value=bound, label=name, panel=panel)
     return list(lines.values())
 
 

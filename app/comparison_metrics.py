@@ -1,4 +1,4 @@
-"""What each run comes to over the shared window, which run is better where that is defined, and what groups come to.
+"""What each run comes to over the shared window, and which run is better where that is defined.
 
 Shape suffixes: S steps of the window, E experts, B stretches of the window, R runs.
 """
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import streamlit as st
 
 from app import data, layer_keys
 from app.comparison import WINDOW, Compared, Window
-from app.comparison_noise import as_good, group_as_good, margin
+from app.comparison_noise import as_good
 from app.comparison_settings import settings
 from app.layer_stats import LayerStats
 from app.words import listed
@@ -25,7 +24,6 @@ from recorder.storage import Place
 _SAME_TEXT = ("task", "corpus", "vocab_size", "seq_len")
 CE_LOSS = "ce_loss"
 EQUAL, WITHIN_NOISE = "equal", "equal within noise"
-_AS_GOOD = "as good within the spread"
 
 
 def _mean(values: Any) -> float | None:
@@ -122,7 +120,7 @@ METRICS = (
         same_shape=False,
     ),
 )
-_OF_LAYERS = tuple(metric for metric in METRICS if metric.of is not None)
+OF_LAYERS = tuple(metric for metric in METRICS if metric.of is not None)
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
@@ -180,8 +178,8 @@ def by_stretch(one: Compared, metric: Metric, layer: int, window: Window) -> lis
 def _values(stats: LayerStats, steps: tuple[int, ...] | None) -> dict[str, float | None]:
     rows = slice(-WINDOW, None) if steps is None else np.isin(stats.steps_S, steps)
     if not stats.steps_S[rows].size:
-        return dict.fromkeys((metric.key for metric in _OF_LAYERS), None)
-    return {metric.key: metric.of(stats, rows) for metric in _OF_LAYERS if metric.of is not None}
+        return dict.fromkeys((metric.key for metric in OF_LAYERS), None)
+    return {metric.key: metric.of(stats, rows) for metric in OF_LAYERS if metric.of is not None}
 
 
 def _loss(run: Run, steps: tuple[int, ...] | None) -> float | None:
@@ -259,102 +257,3 @@ def better_words(
     if len(winners) < len(runs):
         return listed(winners)
     return EQUAL if len({one.value(metric, layer) for one in found}) == 1 else WITHIN_NOISE
-
-
-# ----------------------------------------------------------------------------------------------------- the tables
-
-
-def table(runs: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window) -> pd.DataFrame:
-    """A line for each of METRICS: the runs' values for one layer, the better run where that is defined, the meaning.
-
-    Of two runs also the difference, second minus first, and up to where such a difference is noise.
-    """
-    two = len(runs) == 2
-    lines = []
-    for metric in METRICS:
-        values: list[Any] = [one.value(metric, layer) for one in found]
-        line: dict[str, Any] = {"metric": metric.name}
-        line |= {_column(one.label): number for one, number in zip(runs, values, strict=True)}
-        if two:
-            comparable = None not in values and not_comparable(metric, runs, layer, window) is None
-            first, second = (by_stretch(one, metric, layer, window) for one in runs)
-            line["difference"] = values[1] - values[0] if comparable else None
-            noise = margin(np.subtract(second, first).tolist()) if comparable and first and second else np.nan
-            line["noise up to"] = None if np.isnan(noise) else noise
-        line["better"] = better_words(metric, runs, found, layer, window)
-        line["what it is"] = metric.meaning
-        lines.append(line)
-    frame = pd.DataFrame(lines)
-    numeric = [*(_column(one.label) for one in runs), *(["difference", "noise up to"] if two else [])]
-    return frame.astype(dict.fromkeys(numeric, "Float64"))
-
-
-def every_layer(runs: Sequence[Compared], found: Sequence[Measured]) -> pd.DataFrame:
-    """A line for each run and layer with all metrics of a layer, and its experts and top-k."""
-    keys = [metric.key for metric in _OF_LAYERS]
-    lines = [
-        {"run": one.label, "layer": entry["label"], "experts": entry["num_experts"], "top_k": entry["top_k"]}
-        | {key: entry[key] for key in keys}
-        for one, its in zip(runs, found, strict=True)
-        for entry in its.layers
-    ]
-    frame = pd.DataFrame(lines, columns=["run", "layer", "experts", "top_k", *keys])
-    whole = ("experts", "top_k", "idle_experts", "dead_experts")
-    types = {name: "Int64" if name in whole else "Float64" for name in frame if name not in ("run", "layer")}
-    named = any(isinstance(entry, str) for entry in frame["layer"])
-    return frame.astype(types | {"layer": "str" if named else "Int64"})
-
-
-def group_table(
-    grouped: Mapping[str, Sequence[Compared]],
-    runs: Sequence[Compared],
-    found: Sequence[Measured],
-    layer: int,
-    window: Window,
-) -> pd.DataFrame:
-    """A line for each metric and group of runs: how many runs have a value, their mean, spread and verdict.
-
-    standard deviation  of the runs, n - 1 in it; none for one run
-    verdict             best mean, as good within the spread, worse; none where a group has one run or none is better
-    """
-    by_label = {one.label: its for one, its in zip(runs, found, strict=True)}
-    lines = []
-    for metric in METRICS:
-        values = {
-            name: [number for one in members if (number := by_label[one.label].value(metric, layer)) is not None]
-            for name, members in grouped.items()
-        }
-        verdicts = {} if no_better(metric, runs, layer, window) else _verdicts(values, str(metric.better))
-        for name, known in values.items():
-            lines.append(
-                {
-                    "metric": metric.name,
-                    "group": name,
-                    "runs": len(known),
-                    "mean": float(np.mean(known)) if known else None,
-                    "standard deviation": float(np.std(known, ddof=1)) if len(known) > 1 else None,
-                    "lowest": min(known, default=None),
-                    "highest": max(known, default=None),
-                    "verdict": verdicts.get(name),
-                }
-            )
-    numeric = ("mean", "standard deviation", "lowest", "highest")
-    return pd.DataFrame(lines).astype(dict.fromkeys(numeric, "Float64"))
-
-
-def _verdicts(values: Mapping[str, Sequence[float]], better: str) -> dict[str, str | None]:
-    means = {name: float(np.mean(known)) for name, known in values.items() if known}
-    if len(means) < 2:
-        return {}
-    best = (min if better == "lower" else max)(means, key=means.__getitem__)
-    said: dict[str, str | None] = {}
-    for name in means:
-        near = group_as_good(values[best], values[name], better)
-        said[name] = None if near is None else _AS_GOOD if near else "worse"
-    others = {said[name] for name in means if name != best}
-    said[best] = "best" if others == {"worse"} else None if None in others else _AS_GOOD
-    return said
-
-
-def _column(label: str) -> str:
-    return f"run {label}" if label in ("metric", "difference", "noise up to", "better", "what it is") else label

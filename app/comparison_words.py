@@ -38,10 +38,10 @@ def answer(runs: Sequence[Compared], found: Sequence[Measured], window: Window) 
         if spotless > 1:
             others = len(known) - 1
             which = f"the other {others}" if spotless == others else f"{spotless} of the other {others}"
-            return _sentence(f"{phrase[most[1]]} {there}; in {which} runs none does")
+            return _sentence(f"{_opening(phrase[most[1]])} {there}; in {which} runs none does")
         some = "none does" if spotless else _idle_words(least[2], short=True)
         tie = _tie(_IDLE, runs, [most[1:], least[1:]], window)
-        return _sentence(f"{phrase[most[1]]} {there}; {phrase[least[1]]} {some}{tie}")
+        return _sentence(f"{_opening(phrase[most[1]])} {there}; {_opening(phrase[least[1]])} {some}{tie}")
     if most[0] > 0:
         numbers = listed([f"{value(layer[_IDLE])} of {layer['num_experts']}" for _, _, layer in known])
         return f"As many experts sit idle in each of these runs: {numbers} in the worst layer"
@@ -88,6 +88,11 @@ def _phrases(runs: Sequence[Compared]) -> list[str]:
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def _opening(phrase: str) -> str:
+    """A comma behind a run's name, which may well end in a number."""
+    return f"{phrase}," if phrase.startswith("in run ") else phrase
 
 
 # -------------------------------------------------------------------------------------------------- of the charts

@@ -147,17 +147,13 @@ def _diagnoses(compared: Sequence[Compared]) -> None:
 
 
 def _say_what_differs(compared: Sequence[Compared], layers: Sequence[int], steps_S: np.ndarray) -> None:
-    parts = []
+    alike: dict[str, list[str]] = {}
     for one in compared:
-        status = "" if one.run.status == "finished" else f", {one.run.status}"
-        shapes = dict.fromkeys(one.shape(layer) for layer in one.layers)
-        experts = words.listed([f"top-{k} of {words.count(e or 0, 'expert')}" for e, k in shapes])
-        phase = data.main_phase(one.run)
-        parts.append(
-            f"**{plain(one.label)}** {experts}, last step {words.value(one.run.last_step)}{status}"
-            + ("" if phase == "train" else f", judged by its {words.step_word(phase)}s: it has no training steps")
-        )
-    text = "; ".join(parts) + "."
+        alike.setdefault(_what_it_is(one), []).append(f"**{plain(one.label)}**")
+    if len(alike) == 1 and len(compared) > 2:
+        text = f"All {len(compared)} runs: {next(iter(alike))}."
+    else:
+        text = "; ".join(f"{words.listed(labels)} {what}" for what, labels in alike.items()) + "."
     if any(set(one.layers) != set(layers) for one in compared):
         text += " Their MoE layers differ."
     if steps_S.size:
@@ -167,5 +163,16 @@ def _say_what_differs(compared: Sequence[Compared], layers: Sequence[int], steps
     st.caption(plain(comparison_settings.sentence(compared)))
     table = comparison_settings.table(compared)
     if len(table):
-        with st.expander(f"The {words.count(len(table), 'setting')} that differ", icon=":material/table:"):
+        with st.expander(
+            f"{words.count(len(table), 'setting')} differ{'s' if len(table) == 1 else ''}", icon=":material/table:"
+        ):
             charts.table(table, key="compare_settings")
+
+
+def _what_it_is(one: Compared) -> str:
+    status = "" if one.run.status == "finished" else f", {one.run.status}"
+    shapes = dict.fromkeys(one.shape(layer) for layer in one.layers)
+    experts = words.listed([f"top-{k} of {words.count(e or 0, 'expert')}" for e, k in shapes])
+    phase = data.main_phase(one.run)
+    judged = "" if phase == "train" else f", judged by its {words.step_word(phase)}s: it has no training steps"
+    return f"{experts}, last step {words.value(one.run.last_step)}{status}{judged}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, comparison_curves, comparison_metrics, comparison_settings, comparison_words, state, words
+from app import charts, comparison_curves, comparison_settings, comparison_tables, comparison_words, state, words
 from app.comparison import WINDOW, Compared, Window, layer_label
 from app.comparison_curves import Axis, Values
 from app.comparison_metrics import Measured
@@ -130,9 +130,9 @@ def _groups(
     st.caption(
         plain(" ".join(filter(None, said)))
         + f" Mean, spread (standard deviation, n - 1) and range are of the runs' values over the {window.short}, layer "
-        f"{layer_label(compared, layer)}; verdicts are Welch's t test at 95%."
+        f"{layer_label(compared, layer)}; the verdict is Welch's t test at 95% against the best mean."
     )
-    frame = comparison_metrics.group_table(arrangement.grouped, compared, found, layer, window)
+    frame = comparison_tables.group_table(arrangement.grouped, compared, found, layer, window)
     charts.table(frame, key="compare_groups", columns={"metric": st.column_config.Column(pinned=True)})
 
 
@@ -188,7 +188,8 @@ def _violation(
         lines=comparison_curves.bounds(compared, layer, arrangement.panels),
         y_title="max_violation",
         log_y=True,
-        note=f"Thin: each step. Thick: loads of the last {WINDOW} recorded steps summed. 0 is balanced.",
+        note=f"Thin: each step. Thick: loads of the last {WINDOW} recorded steps summed. 0 is balanced; "
+        "dashed: the most possible, E/k - 1.",
     )
 
 

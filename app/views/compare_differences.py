@@ -40,8 +40,8 @@ def show(compared: Sequence[Compared], found: Sequence[Measured], layer: int, wi
     )
     baseline = next(one for one in compared if one.reference == chosen)
     st.caption(
-        f"Above 0: more than {plain(baseline.label)} at the same step. Look for a curve that stays on one side; one "
-        "that keeps crossing 0 shows no difference."
+        f"Above the dashed line at 0: more than {plain(baseline.label)} at the same step. Look for a curve that stays "
+        "on one side; one that keeps crossing the line shows no difference."
     )
     others = [one for one in compared if one is not baseline]
     left, right = st.columns(2)
@@ -96,7 +96,7 @@ def _draw(
         comparison_curves.curves(drawn, axis, {}, what=f" minus {baseline.label}"),
         title=f"{name} minus that of {baseline.label}, {window.short}: {said}",
         theme=charts.theme(),
-        lines=[ReferenceLine(value=0.0, label="no difference")],
+        lines=[ReferenceLine(value=0.0, label="")],
         max_points=max(_POINTS // (len(drawn) * smoothed), 100),
         wrap_at=42,
         **settings,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import streamlit as st
 
-from app import charts, comparison_metrics
+from app import charts, comparison_metrics, comparison_tables
 from app.comparison import STRETCHES, Compared, Window, layer_label
 from app.comparison_metrics import METRICS, Measured
 from app.text import plain
@@ -29,11 +29,11 @@ def metrics(compared: Sequence[Compared], found: Sequence[Measured], layer: int,
         f"Over {window.words}. Aux losses are computed from load and mean_prob for every run, whether it was trained "
         "on one or not, so that uniform reads 1."
     )
-    charts.table(comparison_metrics.table(compared, found, layer, window), key="compare_metrics", columns=_PINNED)
+    charts.table(comparison_tables.table(compared, found, layer, window), key="compare_metrics", columns=_PINNED)
     _say_why_not(compared, layer, window)
     if max(len(one.layers) for one in compared) > 1:
         with st.expander("Every layer", icon=":material/table:"):
-            charts.table(comparison_metrics.every_layer(compared, found), key="compare_layers")
+            charts.table(comparison_tables.every_layer(compared, found), key="compare_layers")
 
 
 def _say_why_not(compared: Sequence[Compared], layer: int, window: Window) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 from streamlit.testing.v1 import AppTest
 
@@ -334,7 +333,7 @@ def test_one_step_runs_draw_no_slider(shown: Path, compare: Compare) -> None:
     write(shown, "b", [0], [4, 4])
     test = compare("a", "b")
     assert not test.slider
-    assert test.title[0].value == "In run a 1 of 2 experts sits idle in layer 1; in run b none does"
+    assert test.title[0].value == "In run a, 1 of 2 experts sits idle in layer 1; in run b, none does"
     assert "the one step that all these runs recorded (0)" in words(test)
 
 
@@ -342,7 +341,7 @@ def test_different_experts_top_k_and_layers_are_compared_where_that_is_defined(s
     write(shown, "a", range(5), [8, 8, 0, 0], layers=(1, 3))
     write(shown, "b", range(5), [4, 4, 4, 4, 4, 4, 4, 4], layers=(1, 5), top_k=2)
     test = compare("a", "b", layer=1)
-    assert test.title[0].value == "In run a 2 of 4 experts sit idle in layer 1; in run b none does"
+    assert test.title[0].value == "In run a, 2 of 4 experts sit idle in layer 1; in run b, none does"
     assert "Their MoE layers differ." in words(test)
     table = table_with(test, "better").set_index("metric")
     assert table.loc["max_violation, window", ["a", "b"]].tolist() == [1, 0]
@@ -387,7 +386,7 @@ def test_unreadable_and_empty_runs_are_named_and_the_others_compared(shown: Path
     assert len(said) == 2
     assert said[0].startswith("broken cannot be read and is left out")
     assert said[1] == r"Left out\: empty (finished, no load of a training step recorded)." or "empty" in said[1]
-    assert test.title[0].value == "In run a 1 of 2 experts sits idle in layer 1; in run b none does"
+    assert test.title[0].value == "In run a, 1 of 2 experts sits idle in layer 1; in run b, none does"
     assert "last step 2, running" in words(test)
 
 
