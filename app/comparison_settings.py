@@ -12,7 +12,7 @@ _SAID = 3  # settings named in a sentence, the rest is counted
 _MODEL = ("name", "d_model", "vocab_size")
 _RESULTS = ("parameters_total", "parameters_active")  # they follow from the settings
 _OF_LAYERS = ("num_experts", "top_k", "num_shared_experts", "latent_size", "score_function", "balancer")
-_ALWAYS = ("balancer", "num_experts", "seed")  # worth grouping by even where all runs agree in them
+_ALWAYS = ("balancer", "num_experts", "seed")  # named first; worth grouping by even where all runs agree in them
 NOT_SAID = "not recorded"
 
 
@@ -42,9 +42,9 @@ def settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Compared]) -> dict[str, list[Any]]:
-    """The settings in which these runs differ, each with every run's value; None where it was not recorded."""
+    """The settings in which these runs differ, those asked for most first, each with every run's value or None."""
     each = [settings(one.run.manifest) for one in runs]
-    names = dict.fromkeys(name for one in each for name in one)
+    names = dict.fromkeys([*_ALWAYS, *(name for one in each for name in one)])
     by_name = {name: [one.get(name) for one in each] for name in names}
     return {name: values for name, values in by_name.items() if len(set(map(_text, values))) > 1}
 

@@ -101,12 +101,12 @@ def _opening(phrase: str) -> str:
 def standing(
     key: str, runs: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window, digits: int = 3
 ) -> str:
-    """The runs' values of a metric, of many the lowest and the highest: "a 2.31, b 2.40", and what is a tie."""
+    """The runs' values of a metric, of many the lowest and the highest: "2.31 (a), 2.4 (b)", and what is a tie."""
     metric = _BY_KEY[key]
     values = [(one.label, its.value(metric, layer)) for one, its in zip(runs, found, strict=True)]
     known = [(label, number) for label, number in values if number is not None]
     if len(runs) <= _ALL_NAMED or not known:
-        text = ", ".join(f"{label} {value(number, digits)}" for label, number in values)
+        text = ", ".join(f"{value(number, digits)} ({label})" for label, number in values)
     else:
         low, high = min(known, key=lambda item: item[1]), max(known, key=lambda item: item[1])
         text = f"{value(low[1], digits)} ({low[0]}) to {value(high[1], digits)} ({high[0]})"

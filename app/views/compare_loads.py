@@ -95,7 +95,7 @@ def _title(
 ) -> str:
     by_label = {one.label: its for one, its in zip(compared, found, strict=True)}
     busiest = [
-        f"{one.label} {words.value(ratio)}x" + (f" (layer {where})" if len(layers) > 1 else "")
+        f"{words.value(ratio)}x ({one.label}" + (f", layer {where})" if len(layers) > 1 else ")")
         for one in row
         for ratio, where in _busiest(by_label[one.label], layers)
     ]

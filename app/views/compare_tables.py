@@ -10,7 +10,11 @@ from app.comparison_metrics import METRICS, Measured
 from app.text import plain
 from app.words import listed
 
-_PINNED = {"metric": st.column_config.Column(pinned=True)}
+_COLUMNS = {
+    "metric": st.column_config.Column(pinned=True),
+    "better": st.column_config.Column(width="medium"),
+    "noise up to": st.column_config.Column(help="Half the 95% interval of the difference; a smaller one is noise."),
+}
 
 
 def metrics(compared: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window) -> None:
@@ -29,7 +33,7 @@ def metrics(compared: Sequence[Compared], found: Sequence[Measured], layer: int,
         f"Over {window.words}. Aux losses are computed from load and mean_prob for every run, whether it was trained "
         "on one or not, so that uniform reads 1."
     )
-    charts.table(comparison_tables.table(compared, found, layer, window), key="compare_metrics", columns=_PINNED)
+    charts.table(comparison_tables.table(compared, found, layer, window), key="compare_metrics", columns=_COLUMNS)
     _say_why_not(compared, layer, window)
     if max(len(one.layers) for one in compared) > 1:
         with st.expander("Every layer", icon=":material/table:"):
