@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from app.layer_stats import LayerStats
 from moe_core import metrics
 
+_DIGITS = 9  # of points of per cent: beyond, two shares differ by rounding alone
+
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
@@ -71,20 +73,36 @@ def moment(stats: LayerStats, step: int) -> Moment:
     )
 
 
-def changes(now: Moment, most: int) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The experts that gained and that lost most assignments since the step before.
+def share_E(load_E: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Each expert's share of the assignments in per cent; NaN where there are none."""
+    return np.asarray(100 * metrics.load_ratio(load_E) / len(load_E), dtype=np.float64)
 
-    At most `most` rows each, the greatest change first, ties by expert. Columns: expert, before, now, change, and bias
-    change where there is a bias.
+
+def share_change_E(now: Moment) -> NDArray[np.float64]:
+    """What each expert's share gained since the step before, in points of per cent; NaN at the first step.
+
+    Shares and not counts: a step may have more tokens than the one before, and then every count grows.
+    """
+    if now.before_load_E is None:
+        return np.full_like(now.load_E, np.nan)
+    return np.round(share_E(now.load_E) - share_E(now.before_load_E), _DIGITS)
+
+
+def changes(now: Moment, most: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The experts whose share of the assignments gained and lost most since the step before.
+
+    At most `most` rows each, the greatest change first, ties by expert. Columns: expert, before (%), now (%),
+    change (points), and bias change where there is a bias.
     """
     frame = pd.DataFrame({"expert": np.arange(len(now.load_E))})
-    before_E = np.full_like(now.load_E, np.nan) if now.before_load_E is None else now.before_load_E
-    frame["before"], frame["now"], frame["change"] = before_E, now.load_E, now.load_E - before_E
+    before_E = np.full_like(now.load_E, np.nan) if now.before_load_E is None else share_E(now.before_load_E)
+    frame["before (%)"], frame["now (%)"], frame["change (points)"] = before_E, share_E(now.load_E), share_change_E(now)
     if now.bias_E is not None:
         frame["bias change"] = np.nan if now.before_bias_E is None else now.bias_E - now.before_bias_E
-    gained = frame[frame["change"] > 0].sort_values(["change", "expert"], ascending=[False, True]).head(most)
-    lost = frame[frame["change"] < 0].sort_values(["change", "expert"]).head(most)
-    return _whole(gained), _whole(lost)
+    by = "change (points)"
+    gained = frame[frame[by] > 0].sort_values([by, "expert"], ascending=[False, True]).head(most)
+    lost = frame[frame[by] < 0].sort_values([by, "expert"]).head(most)
+    return gained, lost
 
 
 def expert_numbers(now: Moment) -> pd.DataFrame:
@@ -98,14 +116,15 @@ def expert_numbers(now: Moment) -> pd.DataFrame:
             "expert": np.arange(len(now.load_E)),
             "assignments": now.load_E,
             "load / uniform share": ratio_E,
-            "share of assignments (%)": 100 * ratio_E / len(now.load_E),
+            "share of assignments (%)": share_E(now.load_E),
             "gate weight (sum)": now.gate_mass_E,
-            "share of gate weight (%)": 100 * metrics.load_ratio(now.gate_mass_E) / len(now.load_E),
+            "share of gate weight (%)": share_E(now.gate_mass_E),
             "mean router probability": now.mean_prob_E,
             "bias": bias_E,
             "dropped": now.dropped_E,
-            "before": before_E,
-            "change": now.load_E - before_E,
+            "assignments before": before_E,
+            "share before (%)": share_E(before_E),
+            "share change (points)": share_change_E(now),
             "bias change": nothing_E if now.before_bias_E is None else bias_E - now.before_bias_E,
         }
     )
@@ -114,7 +133,7 @@ def expert_numbers(now: Moment) -> pd.DataFrame:
 
 def _whole(frame: pd.DataFrame) -> pd.DataFrame:
     """Counts as whole numbers, where they are whole."""
-    for name in ("assignments", "before", "now", "change", "dropped"):
+    for name in ("assignments", "assignments before", "dropped"):
         if name in frame and (frame[name].isna() | (frame[name] % 1 == 0)).all():
             frame[name] = frame[name].astype("Int64")
     return frame

@@ -15,6 +15,7 @@ out-of-range values instead of clamping them, takes a parameter out of the URL o
 and writes one history entry for every programmatic change, so for every frame of a replay.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -47,6 +48,8 @@ NAMES = (
     "show",
     "models",
     "design",
+    "x",
+    "find",
 )
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 
@@ -54,6 +57,7 @@ _WANTED = "_wanted"
 _SHOWN = "_shown"
 _PAGE = "_page"
 _DRAWN = "_drawn"
+_BEGAN_AT, _DRAW_S = "_began_at", "_draw_s"
 
 
 def begin(page: str) -> None:
@@ -62,6 +66,7 @@ def begin(page: str) -> None:
     page  url_path of the page about to be drawn
     """
     session = st.session_state
+    session[_BEGAN_AT] = time.monotonic()
     context = get_script_run_ctx()
     is_new = _WANTED not in session
     went_back = bool(getattr(context, "is_history_navigation", False))
@@ -81,10 +86,23 @@ def begin(page: str) -> None:
 
 def finish() -> None:
     """End a run of the script: bring the URL up to date. Call once, after the page is drawn."""
+    began_at = st.session_state.pop(_BEGAN_AT, None)
+    if began_at is not None:  # not at the end of a fragment
+        st.session_state[_DRAW_S] = time.monotonic() - began_at
     target = url_parameters()
     current = {name: st.query_params.get_all(name) for name in st.query_params}
     if current != target:
         st.query_params.from_dict(target)
+
+
+def page() -> str:
+    """url_path of the page that is drawn."""
+    return str(st.session_state.get(_PAGE) or "")
+
+
+def last_draw_s() -> float:
+    """Seconds that drawing the page took the last time."""
+    return float(st.session_state.get(_DRAW_S, 0.0))
 
 
 def url_parameters() -> dict[str, list[str]]:

@@ -12,7 +12,8 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from app.figures.curves import metric_curves
+from app.figures.breaks import restart_position
+from app.figures.curves import STEP, metric_curves
 from app.figures.inputs import Curve, LoadSeries, ReferenceLine
 from app.figures.labels import number
 from app.figures.pooling import step_columns
@@ -62,6 +63,7 @@ def violation_curves(
             "colour": place[s.run],
             "panel": f"layer {s.label}",
             "restarts": s.restarts,
+            "at_S": s.at_S,
         }
         batch_S = _values(max_violation(s.load_SE))
         window_S = _values(max_violation(rolling_window_load(s.load_SE, window)))
@@ -128,6 +130,7 @@ def unused_curves(
                     panel=f"layer {s.label}",
                     style=style,
                     restarts=s.restarts,
+                    at_S=s.at_S,
                 )
             )
         line = ReferenceLine(value=float(s.num_experts), label=f"all {s.num_experts} experts", panel=f"layer {s.label}")
@@ -150,6 +153,7 @@ def pooled_shares(series: LoadSeries, max_columns: int) -> tuple[NDArray[np.floa
     """Shares in per cent with steps pooled by summing their loads (shares of a column then still add up to 100).
 
     Returns the columns' middle steps (C,), shares (C, E) with NaN where there is no data, and records per column.
+    A column of NaN stands in every hole, where steps were not recorded.
     """
     columns = step_columns(series.steps_S, max_columns)
     load_SE = np.nan_to_num(series.load_SE.astype(np.float64))
@@ -175,8 +179,9 @@ def share_area(
     height: int = 340,
     named: int = len(OKABE_ITO),
     wrap_at: int = 88,
+    x_title: str = STEP,
 ) -> go.Figure:
-    """Each expert's share of the assignments over steps, in per cent.
+    """Each expert's share of the assignments over steps, in per cent. x_title: as in `metric_curves`.
 
     kind: "area" stacks the experts in order, expert 0 at the foot; the dotted lines lie where the bands meet at the
     uniform share. "lines" draws one line each and the uniform share. The `named` busiest experts of the whole run
@@ -197,8 +202,27 @@ def share_area(
     busiest = [e for e in busiest if all_share[e] >= uniform / 2]  # no colour for experts that are hardly used
     colour_of = {expert: categorical_colour(rank, theme=theme, fill=True) for rank, expert in enumerate(busiest)}
 
+    middle = steps if series.at_S is None else np.interp(steps, series.steps_S, series.at_S)
     fig = go.Figure()
     grey = {"fill": mix(p.block, p.ground, 0.75), "edge": p.ground}
+
+    def draw(y_C: NDArray[np.float64], of: str, uniform: float, **settings: Any) -> None:
+        """One expert's band or line: a trace for each stretch without a hole, as stacks would bridge it."""
+        stretches = [slice(None)] if kind == "lines" else _stretches(y_C)
+        for place, stretch in enumerate(stretches):
+            fig.add_trace(
+                go.Scatter(
+                    x=middle[stretch],
+                    y=y_C[stretch],
+                    customdata=None if series.at_S is None else steps[stretch],
+                    mode="lines",
+                    stackgroup=("experts" if place == 0 else f"experts {place}") if kind == "area" else None,
+                    legendgroup=of,
+                    hovertemplate=_share_hover(of, uniform, None if series.at_S is None else x_title),
+                    **settings | ({"showlegend": False} if place else {}),
+                )
+            )
+
     singles = [e for e in range(experts) if experts <= MAX_BANDS or e in colour_of]
     for expert in singles:
         colour = colour_of.get(expert)
@@ -207,68 +231,66 @@ def share_area(
             if kind == "area"
             else {"width": 2.2 if colour else 1, "color": colour or p.block}
         )
-        fig.add_trace(
-            go.Scatter(
-                x=steps,
-                y=shares_CE[:, expert],
-                mode="lines",
-                stackgroup="experts" if kind == "area" else None,
-                fillcolor=(colour or grey["fill"]) if kind == "area" else None,
-                line=line,
-                name=f"expert {expert} · {all_share[expert]:.0f}%",
-                showlegend=colour is not None,
-                legendrank=busiest.index(expert) if colour else 1000,
-                hovertemplate=_share_hover(f"expert {expert}", uniform),
-            )
+        draw(
+            shares_CE[:, expert],
+            f"expert {expert}",
+            uniform,
+            fillcolor=(colour or grey["fill"]) if kind == "area" else None,
+            line=line,
+            name=f"expert {expert} · {all_share[expert]:.0f}%",
+            showlegend=colour is not None,
+            legendrank=busiest.index(expert) if colour else 1000,
         )
     if len(singles) < experts:
         rest = [e for e in range(experts) if e not in colour_of]
         rest_C = shares_CE[:, rest].sum(axis=1) if kind == "area" else shares_CE[:, rest].mean(axis=1)
         name = f"the other {len(rest)} experts" + ("" if kind == "area" else ", mean")
-        fig.add_trace(
-            go.Scatter(
-                x=steps,
-                y=rest_C,
-                mode="lines",
-                stackgroup="experts" if kind == "area" else None,
-                fillcolor=grey["fill"] if kind == "area" else None,
-                line={"width": 0.6 if kind == "area" else 2, "color": grey["edge"] if kind == "area" else p.block},
-                name=name,
-                showlegend=True,
-                hovertemplate=_share_hover(name, uniform * (len(rest) if kind == "area" else 1)),
-            )
+        draw(
+            rest_C,
+            name,
+            uniform * (len(rest) if kind == "area" else 1),
+            fillcolor=grey["fill"] if kind == "area" else None,
+            line={"width": 0.6 if kind == "area" else 2, "color": grey["edge"] if kind == "area" else p.block},
+            name=name,
+            showlegend=True,
         )
     notes = [_uniform_lines(fig, series.num_experts, kind, uniform, len(busiest), theme)]
     if pooled > 1:
         notes.append(f"Each point sums {pooled} recorded steps.")
     for restart in series.restarts:
-        fig.add_vline(x=restart - 0.5, line={"color": p.text, "width": 1, "dash": "dot"})
+        at = restart_position(series.steps_S, series.at_S, restart)
+        fig.add_vline(x=at, line={"color": p.text, "width": 1, "dash": "dot"})
     figure_layout(
         fig,
         title=title,
         theme=theme,
         note=" ".join(notes),
         height=height,
-        x_title="step",
+        x_title=x_title,
         y_title="share of assignments (%)",
         wrap_at=wrap_at,
     )
     top = 100.0 if kind == "area" else max(float(np.nanmax(shares_CE, initial=0.0)), 2 * uniform) * 1.06
     fig.update_yaxes(range=[0, top], ticksuffix="%", showgrid=False)
-    if len(steps):
+    if len(middle):
         fig.update_xaxes(
-            range=[float(steps[0]), float(steps[-1])] if len(steps) > 1 else [steps[0] - 1, steps[0] + 1],
+            range=[float(middle[0]), float(middle[-1])] if len(middle) > 1 else [middle[0] - 1, middle[0] + 1],
             showgrid=False,
         )
-    fig.update_layout(hovermode="closest", legend_traceorder="normal")
+    fig.update_layout(hovermode="closest", legend_traceorder="normal", uirevision=x_title)
     return fig
 
 
-def _share_hover(name: str, uniform: float) -> str:
-    return (
-        f"<b>{name}</b><br>step %{{x:,.6~g}}<br>%{{y:.2f}}% of assignments"
-        f"<br>uniform share {uniform:.3g}%<extra></extra>"
-    )
+def _stretches(y_C: NDArray[np.float64]) -> list[slice]:
+    """The stretches of consecutive columns with data; one empty stretch where there is none."""
+    known = np.concatenate([[False], np.isfinite(y_C), [False]])
+    ends = np.flatnonzero(known[1:] != known[:-1])
+    return [slice(int(start), int(stop)) for start, stop in ends.reshape(-1, 2)] or [slice(0, 0)]
+
+
+def _share_hover(name: str, uniform: float, x_title: str | None) -> str:
+    where = "step %{x:,.6~g}" if x_title is None else f"step %{{customdata:,.6~g}}<br>{x_title}: %{{x:,.5~g}}"
+    return f"<b>{name}</b><br>{where}<br>%{{y:.2f}}% of assignments<br>uniform share {uniform:.3g}%<extra></extra>"
 
 
 def _uniform_lines(fig: go.Figure, experts: int, kind: str, uniform: float, coloured: int, theme: Theme) -> str:

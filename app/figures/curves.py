@@ -14,12 +14,14 @@ import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
 from plotly.subplots import make_subplots
 
+from app.figures.breaks import breaks, restart_position, with_gaps
 from app.figures.inputs import Curve, ReferenceLine
 from app.figures.labels import number, plain
 from app.figures.theme import Theme, categorical_colour, figure_layout, line_dash, palette
 from moe_core.curves import downsample, smooth
 
 MAX_POINTS = 2000
+STEP = "step"
 _MIN_POINTS = 5  # the fewest that `downsample` can keep: first, last, minimum, maximum, a gap
 _WEIGHT = {"thick": 0, "line": 1, "dash": 2, "dot": 3, "thin": 4}
 _PANEL_GAP = 64  # pixels between rows of panels, room for a heading and step labels
@@ -42,6 +44,7 @@ def metric_curves(
     panel_height: int = 260,
     share_y: bool = True,
     wrap_at: int = 88,
+    x_title: str = STEP,
 ) -> go.Figure:
     """Curves over steps, one small chart per panel name, runs in their own colours.
 
@@ -52,6 +55,8 @@ def metric_curves(
     y_floor: lowest value of the axis (0 for counts). max_points: per curve; beyond it curves are down-sampled, their
     minima and maxima kept, and the note says so. marker_step: a line at this step.
     share_y: the same value axis in every panel.
+    x_title: name and unit of what the curves' `at_S` count; hover names the step too.
+    A curve of a resumed run is not joined over steps that are missing between two segments.
     """
     p = palette(theme)
     panels = list(dict.fromkeys(c.panel for c in curves)) or [""]
@@ -83,9 +88,9 @@ def metric_curves(
     for curve in sorted(curves, key=lambda c: c.style != "thin"):  # faint curves lie behind
         place = _place(panels.index(curve.panel), cols)
         thinned = max(thinned, len(curve.steps_S) if len(curve.steps_S) > max_points else 0)
-        for trace in _curve_traces(curve, theme, smoothing, log_y, max_points, curve is entry[curve.group]):
+        for trace in _curve_traces(curve, theme, smoothing, log_y, max_points, curve is entry[curve.group], x_title):
             fig.add_trace(trace, **place)
-        marks = _marks(curve, theme, foot=ranges[curve.panel][0], log_y=log_y)
+        marks = _marks(curve, theme, foot=ranges[curve.panel][0], log_y=log_y, x_title=x_title)
         if marks is not None:
             fig.add_trace(marks, **place)
     for index, name in enumerate(panels):
@@ -96,7 +101,10 @@ def metric_curves(
             if line.panel in (None, name):
                 _add_line(fig, line, theme, place, log_y)
         for step in sorted({int(r) for c in curves if c.panel == name for r in c.restarts}):
-            _add_restart(fig, step, theme, place)
+            at = next(
+                restart_position(c.steps_S, c.at_S, step) for c in curves if c.panel == name and step in c.restarts
+            )
+            _add_restart(fig, at, theme, place)
         if marker_step is not None:
             fig.add_vline(x=marker_step, line={"color": p.text, "width": 1.5}, **place)
         fig.update_yaxes(range=list(ranges[name]), **place)
@@ -120,12 +128,13 @@ def metric_curves(
     if log_y:
         fig.update_yaxes(dtick=1, exponentformat="none")
     fig.update_yaxes(title_text=y_title, col=1)
-    fig.update_xaxes(title_text="step", row=rows)
-    extent = _step_range(curves)
+    fig.update_xaxes(title_text=x_title, row=rows)
+    extent = _x_range(curves)
     fig.update_xaxes(range=extent, showticklabels=True, showgrid=False, ticks="outside", ticklen=4)
-    if extent is not None and extent[1] - extent[0] < 8:
+    if x_title == STEP and extent is not None and extent[1] - extent[0] < 8:
         fig.update_xaxes(dtick=1, tickformat=",d")
-    fig.update_layout(hovermode="closest")
+    # A person's zoom stays while a live run grows.
+    fig.update_layout(hovermode="closest", uirevision=x_title)
     return fig
 
 
@@ -134,7 +143,7 @@ def _place(index: int, cols: int) -> dict[str, int]:
 
 
 def _curve_traces(
-    curve: Curve, theme: Theme, smoothing: float, log_y: bool, max_points: int, legend: bool
+    curve: Curve, theme: Theme, smoothing: float, log_y: bool, max_points: int, legend: bool, x_title: str
 ) -> list[go.Scatter]:
     colour = categorical_colour(curve.colour, theme=theme)
     drawable = _drawable(curve.values_S, log_y)
@@ -142,16 +151,19 @@ def _curve_traces(
     width = {"line": 2.0, "thin": 1.0, "thick": 3.0, "dash": 2.0, "dot": 2.0}[curve.style]
     dash = curve.style if curve.style in ("dash", "dot") else line_dash(curve.colour)
     base: dict[str, Any] = {"legendgroup": curve.group, "name": plain(curve.group)}
-    hover = f"<b>{plain(curve.name)}</b><br>step %{{x:,d}}<br>%{{y:.6g}}<extra></extra>"
+    hover = f"<b>{plain(curve.name)}</b><br>{_where(curve, x_title)}<br>%{{y:.6g}}<extra></extra>"
+    places_B = breaks(curve.steps_S, curve.restarts)
 
-    def trace(steps: NDArray, y: NDArray[np.float64], **settings: Any) -> go.Scatter:
-        steps, y = downsample(steps, y, max(max_points, _MIN_POINTS))
+    def trace(y: NDArray[np.float64], **settings: Any) -> go.Scatter:
+        steps, at, y = with_gaps(places_B, curve.steps_S, curve.steps_S if curve.at_S is None else curve.at_S, y)
+        kept, y = downsample(np.arange(len(y)), y, max(max_points, _MIN_POINTS))
         # A value between two gaps has no neighbour to draw a line to: without a marker it would not be seen.
         alone = len(y) == 1 or bool(np.any(_lonely(y)))
         marker = {"size": np.where(_lonely(y), 8, 0) if alone else 0, "opacity": 1, "color": colour}
         return go.Scatter(
-            x=steps,
+            x=at[kept] if len(places_B) or curve.at_S is not None else curve.steps_S[kept],
             y=y,
+            customdata=None if curve.at_S is None else steps[kept],
             mode="lines+markers" if alone else "lines",
             marker=marker if alone else None,
             connectgaps=False,
@@ -163,13 +175,12 @@ def _curve_traces(
     if smoothing <= 0:
         line = {"color": colour, "width": width, "dash": dash}
         opacity = 0.45 if thin else 1.0
-        return [trace(curve.steps_S, values, line=line, opacity=opacity, showlegend=legend, hovertemplate=hover)]
+        return [trace(values, line=line, opacity=opacity, showlegend=legend, hovertemplate=hover)]
     faint = {"color": colour, "width": 1.0, "dash": dash}
     smoothed_hover = hover.replace("%{y:.6g}", f"%{{y:.6g}} (smoothed, weight {smoothing:g})")
-    raw = trace(curve.steps_S, values, line=faint, opacity=0.3, showlegend=False, hovertemplate=hover)
+    raw = trace(values, line=faint, opacity=0.3, showlegend=False, hovertemplate=hover)
     line = {"color": colour, "width": width, "dash": dash}
     soft = trace(
-        curve.steps_S,
         smooth(values, smoothing),
         line=line,
         opacity=0.6 if thin else 1.0,
@@ -189,7 +200,14 @@ def _drawable(values: NDArray[np.float64], log_y: bool) -> NDArray[np.bool_]:
         return np.isfinite(values) & ((values > 0) if log_y else True)
 
 
-def _marks(curve: Curve, theme: Theme, *, foot: float, log_y: bool) -> go.Scatter | None:
+def _where(curve: Curve, x_title: str) -> str:
+    """A hover template's line on where a point stands."""
+    if curve.at_S is None:
+        return "step %{x:,d}"
+    return f"step %{{customdata:,d}}<br>{plain(x_title)}: %{{x:,.5~g}}"
+
+
+def _marks(curve: Curve, theme: Theme, *, foot: float, log_y: bool, x_title: str) -> go.Scatter | None:
     """Marks at the foot of the panel where a recorded value cannot be drawn: NaN, infinities, zeros on a log axis.
 
     foot: lowest value of the axis, its logarithm on a log axis.
@@ -199,13 +217,12 @@ def _marks(curve: Curve, theme: Theme, *, foot: float, log_y: bool) -> go.Scatte
         lost &= ~curve.null_S
     if not lost.any():
         return None
-    steps = curve.steps_S[lost]
-    values = curve.values_S[lost]
-    if len(steps) > MAX_POINTS:  # a run that is NaN from some step on: its first marks tell the story
-        steps, values = steps[:MAX_POINTS], values[:MAX_POINTS]
+    places = np.flatnonzero(lost)[:MAX_POINTS]  # a run that is NaN from some step on: its first marks tell the story
+    steps, values = curve.steps_S[places], curve.values_S[places]
     words = [str(float(v)) if not np.isfinite(v) else f"{number(float(v))}, off the log axis" for v in values]
     return go.Scatter(
-        x=steps,
+        x=steps if curve.at_S is None else curve.at_S[places],
+        customdata=None if curve.at_S is None else steps,
         y=np.full(len(steps), 10.0**foot if log_y else foot),
         mode="markers",
         marker={
@@ -216,7 +233,7 @@ def _marks(curve: Curve, theme: Theme, *, foot: float, log_y: bool) -> go.Scatte
         },
         cliponaxis=False,
         text=words,
-        hovertemplate=f"<b>{plain(curve.name)}</b><br>step %{{x:,d}}<br>value: %{{text}}<extra></extra>",
+        hovertemplate=f"<b>{plain(curve.name)}</b><br>{_where(curve, x_title)}<br>value: %{{text}}<extra></extra>",
         legendgroup=curve.group,
         name=f"{plain(curve.group)}: not finite",
         showlegend=False,
@@ -243,12 +260,13 @@ def _value_range(
     return (low if at_floor and low == floor else low - air, high + air)
 
 
-def _step_range(curves: Sequence[Curve]) -> list[float] | None:
-    steps = np.concatenate([np.zeros(0), *(c.steps_S for c in curves)])
-    if len(steps) == 0:
+def _x_range(curves: Sequence[Curve]) -> list[float] | None:
+    at = np.concatenate([np.zeros(0), *(c.steps_S if c.at_S is None else c.at_S for c in curves)])
+    at = at[np.isfinite(at)]
+    if len(at) == 0:
         return None
-    low, high = float(steps.min()), float(steps.max())
-    air = max((high - low) * 0.015, 0.5)
+    low, high = float(at.min()), float(at.max())
+    air = max((high - low) * 0.015, 0.5 if all(c.at_S is None for c in curves) else 1e-9)
     return [low - air, high + air]
 
 
@@ -271,10 +289,10 @@ def _add_line(fig: go.Figure, line: ReferenceLine, theme: Theme, place: dict[str
     )
 
 
-def _add_restart(fig: go.Figure, step: int, theme: Theme, place: dict[str, int]) -> None:
+def _add_restart(fig: go.Figure, at: float, theme: Theme, place: dict[str, int]) -> None:
     p = palette(theme)
     fig.add_vline(
-        x=step - 0.5,
+        x=at,
         line={"color": p.text, "width": 1, "dash": "dot"},
         annotation={"text": "resumed", "font": {"size": 11, "color": p.text}, "textangle": -90},
         annotation_position="top left",

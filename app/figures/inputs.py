@@ -21,6 +21,7 @@ class LoadSeries:
     steps_S: recorded steps, ascending. load_SE: assignments per expert (before capacity drops any), counts >= 0;
     NaN or a row of zeros where there is no data.
     restarts: first steps of later segments (a resumed run).
+    at_S: places of the steps on the x axis of curves, where that is not the step (see `app.x_axis`); None else.
     Raises ValueError for shapes that do not fit, steps that do not ascend and a top_k outside 1..E.
     """
 
@@ -31,6 +32,7 @@ class LoadSeries:
     top_k: int
     restarts: Sequence[int] = field(default=())
     label: int | str = ""
+    at_S: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         if self.label == "":
@@ -43,6 +45,7 @@ class LoadSeries:
             )
         if np.any(np.diff(steps) <= 0):
             raise ValueError("steps_S must ascend")
+        _check_places(self.at_S, steps)
         if not 1 <= self.top_k <= max(load.shape[1], 1):
             raise ValueError(f"top_k must lie in 1..{load.shape[1]}, got {self.top_k}")
         object.__setattr__(self, "steps_S", steps)
@@ -68,7 +71,7 @@ class Curve:
     steps_S ascending; values_S float, NaN and infinities are values that were really not finite. null_S: True where
     nothing was recorded (a plain gap). panel: heading of the small chart it belongs to.
     style: "line", "thin" (drawn faint, behind), "thick", "dash" or "dot".
-    restarts: first steps of later segments.
+    restarts: first steps of later segments. at_S: as in `LoadSeries`.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Curve:
     panel: str = ""
     style: str = "line"
     restarts: Sequence[int] = field(default=())
+    at_S: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         steps = np.asarray(self.steps_S)
@@ -90,6 +94,7 @@ class Curve:
             raise ValueError(f"curve {self.name!r}: null_S has shape {np.shape(self.null_S)}, steps {steps.shape}")
         if self.style not in ("line", "thin", "thick", "dash", "dot"):
             raise ValueError(f"curve {self.name!r}: unknown style {self.style!r}")
+        _check_places(self.at_S, steps)
         object.__setattr__(self, "steps_S", steps)
         object.__setattr__(self, "values_S", values)
 
@@ -101,3 +106,8 @@ class ReferenceLine:
     value: float
     label: str
     panel: str | None = None
+
+
+def _check_places(at_S: NDArray[np.float64] | None, steps_S: NDArray[np.int64]) -> None:
+    if at_S is not None and np.shape(at_S) != steps_S.shape:
+        raise ValueError(f"at_S has shape {np.shape(at_S)}, steps {steps_S.shape}")

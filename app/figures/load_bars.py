@@ -213,6 +213,7 @@ def _load_hovers(
 ) -> list[str]:
     experts = len(load_E)
     when = "previous step" if previous_step is None else f"step {previous_step:,}"
+    before_ratio_E = np.full(experts, np.nan) if before_E is None else _ratio(before_E)
     hover = []
     for e in range(experts):
         if np.isnan(ratio_E[e]):
@@ -225,8 +226,9 @@ def _load_hovers(
         ]
         if mass_E is not None and np.isfinite(mass_E[e]):
             lines.append(f"gate weight {100 * mass_E[e] / experts:.2f}%, {mass_E[e]:.3f} x")
-        if before_E is not None and np.isfinite(before_E[e]):
-            lines.append(f"{when}: {before_E[e]:,.0f} assignments ({load_E[e] - before_E[e]:+,.0f})")
+        if before_E is not None and np.isfinite(before_ratio_E[e]):
+            share, earlier = 100 * ratio_E[e] / experts, 100 * before_ratio_E[e] / experts
+            lines.append(f"{when}: {before_E[e]:,.0f} assignments, {earlier:.2f}% ({share - earlier:+.2f} points)")
         hover.append("<br>".join(lines))
     return hover
 

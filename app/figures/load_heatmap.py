@@ -184,6 +184,7 @@ def load_heatmap(
             theme, bound=bounds.pop() if len(bounds) == 1 else None, length=min(plot_height + 40, 360)
         ),
         hovermode="closest",
+        uirevision="load",  # a person's zoom stays while a live run grows
     )
     return fig
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import data, folders, jobs, navigation, state
+from app import data, folders, jobs, live, navigation, state
 from app.text import plain
 from recorder.reader import Run
 from recorder.storage import Place
 
 _LOOK_AGAIN_S = 1.0
-_NEWER_S = 2.0
 _MOST_NAMED = 5  # part files named in a line; all of them stand behind a click
 
 
@@ -151,11 +150,12 @@ def _wait_for_steps(path: Place) -> None:
 def _notes(run: Run) -> None:
     status, last = run.status, run.last_step
     if status == "running":
-        st.fragment(_newer, run_every=_NEWER_S)(run.path, last)
+        live.keep_up(run)
     elif status == "unfinished":
         st.warning(
-            f"This run ended at step {last} without being closed, for instance because its process was killed. "
-            "Everything recorded until then is shown."
+            f"This run ended at step {last} without being closed, for instance because its process was killed"
+            + (f"; {sign}. " if (sign := live.last_sign(run)) else ". ")
+            + "Everything recorded until then is shown."
         )
     elif status == "failed":
         st.warning(f"This run failed after step {last}: {plain(str(run.manifest.get('error') or 'no reason given'))}")
@@ -177,17 +177,6 @@ def _problems(run: Run) -> None:
     )
     with st.expander("Why they cannot be read"):
         st.code("\n".join(lines), None)
-
-
-def _newer(path: Place, drawn: int | None) -> None:
-    run, _ = data.open_run(path)
-    if run is None or run.status != "running":
-        st.rerun()
-        return
-    with st.container(horizontal=True, vertical_alignment="center"):
-        st.caption(f"Still recording: this page shows the steps up to {drawn}, the run is at step {run.last_step}.")
-        if st.button("Show the newest", key="show_newest", disabled=run.last_step == drawn):
-            st.rerun()
 
 
 def _quoted(path: Place) -> str:

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, diagnosis_panel, health, layer_keys, navigation, state
+from app import charts, data, diagnosis_panel, health, layer_keys, navigation, state, x_axis
 from app.layer_stats import LayerStats
 from app.ranks import ranks_line
 from app.text import plain
-from app.views import empty, overview_charts
+from app.views import empty, overview_charts, overview_losses
 from app.words import NONE, count, listed, step_word, value
 from moe_core import metrics
 from recorder.reader import Run
@@ -36,7 +36,7 @@ def render() -> None:
         return
     layers = _indices(run)
     one_at_a_time = _rows(run) > MAX_ROWS_TOGETHER or len(layers) > MAX_PANELS
-    window, layer = _controls(run, layers, one_at_a_time)
+    window, layer, axis = _controls(run, layers, one_at_a_time)
     summary = data.summary(run, window)
     covered = _covered(run, window)
     wrong = data.trouble(run, window)
@@ -60,17 +60,18 @@ def render() -> None:
     idle = {one["key"]: _experts_idle(one) for one in summary["layers"] if one["idle_experts"] is not None}
     over = f"the steps with routed tokens among {covered.words}" if wrong.unrouted else covered.words
     overview_charts.load(run, layers if layer is None else [layer], idle, over)
-    overview_charts.losses(run)
+    overview_losses.losses(run, axis)
     drawn = layers if len(layers) <= MAX_PANELS or layer is None else [layer]
     series = [data.load_series(run, index) for index in drawn]
-    overview_charts.violation(run, series, window)
-    overview_charts.unused(run, series, window)
+    overview_charts.violation(run, series, window, axis)
+    overview_charts.unused(run, series, window, axis)
+    overview_charts.rerouted(run, drawn, window, axis)
     with st.container(horizontal=True, vertical_alignment="bottom"):
         if layer is None:
             layer = _pick_layer(run, layers, window)
         if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
             navigation.go("replay", layer=layer, phase=data.linked_phase(run))
-    overview_charts.shares(run, layer)
+    overview_charts.shares(run, layer, axis)
     _layer_table(run, summary, covered)
     _events(run)
 
@@ -197,13 +198,13 @@ def _rows(run: Run) -> int:
     return sum(layer.get("num_experts") or 0 for layer in layer_keys.routers(run).values())
 
 
-def _controls(run: Run, layers: Sequence[int], one_at_a_time: bool) -> tuple[int, int | None]:
-    """The window, and the one layer that is drawn; None where all are."""
+def _controls(run: Run, layers: Sequence[int], one_at_a_time: bool) -> tuple[int, int | None, x_axis.XAxis]:
+    """The window; the one layer that is drawn, None where all are; what the curves run over."""
+    steps = data.steps(run)
     with st.container(horizontal=True, gap="large"):
         window = state.pick_window()
-        if not one_at_a_time:
-            return window, None
-        return window, _pick_layer(run, layers, window)
+        axis = x_axis.axis(steps, x_axis.pick(x_axis.offered(steps)))
+        return window, _pick_layer(run, layers, window) if one_at_a_time else None, axis
 
 
 def _pick_layer(run: Run, layers: Sequence[int], window: int) -> int:

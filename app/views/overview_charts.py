@@ -1,9 +1,10 @@
-"""The charts of the overview: load by expert and step, losses, max_violation, idle and dead experts, shares.
+"""The charts of the overview: load by expert and step, max_violation, idle and dead experts, rerouted, shares.
 
 Shapes: S recorded steps, E experts.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,15 @@ from app.figures.balance_curves import share_area, unused_curves, violation_curv
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve, LoadSeries
 from app.figures.load_heatmap import has_click_points, load_heatmap
-from app.words import count, listed, value
+from app.layer_stats import LayerStats
+from app.words import count, listed, percent, value
+from app.x_axis import XAxis
 from moe_core import metrics
 from recorder.reader import Run
 
 NO_EXPERT = "no expert"
 _CURVE_POINTS = 10_000  # of all curves of a chart
 _LARGE_PANELS = 4  # more layers, and their small charts are lower
-LOSS_WINDOW = metrics.WINDOW
-_LOSSES = (  # (name, phase, column)
-    ("training loss", "train", "loss"),
-    ("cross-entropy", "train", "ce_loss"),
-    ("held-out cross-entropy (probe)", "probe", "ce_loss"),
-)
 
 
 def load(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) -> None:
@@ -92,103 +89,30 @@ def _small(load_SE: np.ndarray) -> np.ndarray:
     return load_SE.astype(np.int32) if load_SE.dtype.kind == "i" and load_SE.max(initial=0) < 2**31 else load_SE
 
 
-def losses(run: Run) -> None:
-    """Training loss, cross-entropy and that of the probe over the steps."""
-    curves, columns = [], {}
-    main = data.main_phase(run)
-    for colour, (name, phase, column) in enumerate(_LOSSES):
-        phase = main if phase == "train" else phase
-        frame = data.steps(run, phase)
-        known = frame[column].notna()
-        if not known.any():
-            continue
-        values_S = frame[column].to_numpy(dtype=np.float64, na_value=np.nan)
-        columns[name] = pd.Series(values_S, index=frame["step"].astype("int64"))
-        curves.append(
-            Curve(
-                name=name,
-                group=name,
-                colour=colour,
-                steps_S=frame["step"].to_numpy(dtype=np.int64),
-                values_S=values_S,
-                null_S=~known.to_numpy(dtype=bool),
-                restarts=data.restarts(run) if phase == main else (),
-            )
-        )
-    if not curves:
-        st.caption("No loss was recorded in this run.")
-        return
-    said = "Falling means it learns. "
-    if "cross-entropy" in columns:
-        said += "Between runs compare the cross-entropy: the training loss holds auxiliary losses too."
-    else:
-        said += "The training loss holds auxiliary losses too; no cross-entropy was recorded."
-    both = [columns.get("training loss"), columns.get("cross-entropy")]
-    if both[0] is not None and both[1] is not None and both[0].equals(both[1]):
-        # Two lines in one place would look like one that lacks the other.
-        curves = [curve for curve in curves if curve.name != "training loss"]
-        said = "Falling means it learns. The training loss is the cross-entropy: no auxiliary loss was added to it."
-    if "held-out cross-entropy (probe)" in columns:
-        said += " The probe is a fixed batch that is never trained on."
-    st.caption(said)
-    figure = metric_curves(
-        curves,
-        title=_loss_title(curves),
-        y_title="loss (nats per token)" if "cross-entropy" in columns else "loss",
-        theme=charts.theme(),
-        max_points=_CURVE_POINTS // len(curves),
-        panel_height=230,
-    )
-    charts.show(
-        figure,
-        key="losses",
-        alt=f"Losses of {run.name} by step.",
-        numbers=pd.concat(columns, axis=1).rename_axis("step").sort_index().reset_index(),
-    )
-
-
-def _loss_title(curves: Sequence[Curve]) -> str:
-    def at(curve: Curve, place: int) -> str:
-        return value(float(curve.values_S[place]), 3)
-
-    by_name = {curve.name: curve for curve in curves}
-    shown = by_name.get("cross-entropy", curves[0])
-    finite = np.flatnonzero(np.isfinite(shown.values_S))
-    if finite.size < 2:
-        return f"{shown.name[0].upper()}{shown.name[1:]} by step"
-    first, end = int(finite[0]), finite[-LOSS_WINDOW:]
-    name = f"{shown.name[0].upper()}{shown.name[1:]}"
-    said = f"{name}: {at(shown, first)} at step {int(shown.steps_S[first]):,}, "
-    if finite.size > LOSS_WINDOW:  # one batch says little: its noise is larger than what 50 steps still gain
-        said += f"{value(float(shown.values_S[end].mean()), 3)} over the last {LOSS_WINDOW} steps"
-    else:
-        said += f"{at(shown, int(end[-1]))} at step {int(shown.steps_S[end[-1]]):,}"
-    null_S = np.zeros(shown.steps_S.shape, bool) if shown.null_S is None else shown.null_S
-    lost = np.flatnonzero(~np.isfinite(shown.values_S) & ~null_S)
-    if lost.size:
-        said += f"; not finite at {count(lost.size, 'step')}, first at {int(shown.steps_S[lost[0]]):,}"
-    return said
-
-
-def _panels(series: Sequence[LoadSeries]) -> dict[str, Any]:
+def _panels(panels: int, axis: XAxis) -> dict[str, Any]:
     return {
-        "max_points": max(100, _CURVE_POINTS // max(2 * len(series), 1)),  # two curves a panel
-        "panel_height": 220 if len(series) <= _LARGE_PANELS else 130,
+        "max_points": max(100, _CURVE_POINTS // max(2 * panels, 1)),  # two curves a panel
+        "panel_height": 220 if panels <= _LARGE_PANELS else 130,
+        "x_title": axis.title,
     }
 
 
-def violation(run: Run, series: Sequence[LoadSeries], window: int) -> None:
+def _placed(series: Sequence[LoadSeries], axis: XAxis) -> list[LoadSeries]:
+    return [replace(one, at_S=axis.at(one.steps_S)) for one in series]
+
+
+def violation(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) -> None:
     """max_violation over the steps, a small chart a layer."""
     st.caption(
         "Near 0 is balance; near the dashed bound nearly all tokens go to one expert. The thick line sums the loads of "
         "up to 50 steps: it is free of the noise of single batches, and trails the thin one where the load moves."
     )
     figure = violation_curves(
-        series,
+        _placed(series, axis),
         title="max_violation: how far the busiest expert is above the uniform share",
         theme=charts.theme(),
         window=window,
-        **_panels(series),
+        **_panels(len(series), axis),
     )
     if len(series) > _LARGE_PANELS:  # a low panel has no room for the words beside its heading
         figure.for_each_annotation(lambda label: label.update(text=label.text.partition(": all tokens")[0]))
@@ -210,19 +134,19 @@ def violation(run: Run, series: Sequence[LoadSeries], window: int) -> None:
         figure,
         key="violation",
         alt=f"max_violation by step and layer of {run.name}, each step and over {window} steps, with its bound.",
-        numbers=pd.concat(frames, ignore_index=True),
+        numbers=axis.beside(pd.concat(frames, ignore_index=True)),
     )
 
 
-def unused(run: Run, series: Sequence[LoadSeries], window: int) -> None:
+def unused(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) -> None:
     """Idle and dead experts over the steps, a small chart a layer."""
     st.caption("Zero is good. A line that rises and stays up is a collapse; dead experts no longer learn at all.")
     figure = unused_curves(
-        series,
+        _placed(series, axis),
         title=f"Idle and dead experts, over up to {count(window, 'step')} that end at each",
         theme=charts.theme(),
         window=window,
-        **_panels(series),
+        **_panels(len(series), axis),
     )
     frames = []
     for one in series:
@@ -237,13 +161,98 @@ def unused(run: Run, series: Sequence[LoadSeries], window: int) -> None:
         figure,
         key="unused",
         alt=f"Idle and dead experts by step and layer of {run.name}, over a window of {window} steps.",
-        numbers=pd.concat(frames, ignore_index=True),
+        numbers=axis.beside(pd.concat(frames, ignore_index=True)),
     )
 
 
-def shares(run: Run, layer: int) -> None:
+def rerouted(run: Run, layers: Sequence[int], window: int, axis: XAxis) -> None:
+    """What share of the assignments the selection bias changed, a small chart a layer; nothing where none was recorded.
+
+    A balancer of biases that changes nothing does nothing; one that changes most assignments overrides the router.
+    """
+    known = [stats for stats in (data.layer_stats(run, layer) for layer in layers) if _has_rerouted(stats)]
+    if not known:
+        return
+    shares = [(stats, *rerouted_shares(stats, window)) for stats in known]
+    st.caption(
+        "Rerouted: assignments that went to an expert which is not among the token's top-k without the selection "
+        "bias, over all assignments. 0: the bias decides nothing. High: the bias overrides what the router would do."
+    )
+    figure = metric_curves(
+        [
+            Curve(
+                name=name,
+                group=name,
+                colour=0,
+                steps_S=stats.steps_S,
+                values_S=100 * values_S,
+                null_S=np.isnan(values_S),
+                panel=f"layer {stats.label}",
+                style=style,
+                restarts=data.restarts(run),
+                at_S=axis.at(stats.steps_S),
+            )
+            for stats, batch_S, window_S in shares
+            for name, values_S, style in (("each step", batch_S, "thin"), (f"window of {window}", window_S, "thick"))
+        ],
+        title=_rerouted_title(shares),
+        y_title="rerouted (%)",
+        theme=charts.theme(),
+        y_floor=0.0,
+        note=f"Thin: each step. Thick: assignments of the last {window} recorded steps summed.",
+        **_panels(len(shares), axis),
+    )
+    frames = [
+        pd.DataFrame(
+            {
+                "step": stats.steps_S,
+                "layer": stats.label,
+                "rerouted": stats.rerouted_S,
+                "assignments": stats.load_SE.sum(axis=1),
+                "rerouted (%)": 100 * batch_S,
+                f"rerouted, window of {window} (%)": 100 * window_S,
+            }
+        )
+        for stats, batch_S, window_S in shares
+    ]
+    charts.show(
+        figure,
+        key="rerouted",
+        alt=f"Share of the assignments that the bias changed by step and layer of {run.name}.",
+        numbers=axis.beside(pd.concat(frames, ignore_index=True)),
+    )
+
+
+def _has_rerouted(stats: LayerStats) -> bool:
+    return bool(np.isfinite(stats.rerouted_S).any())
+
+
+def rerouted_shares(stats: LayerStats, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """(S,) shares of 1 of the assignments that the bias changed: of each step, and of the window that ends at it.
+
+    NaN where not recorded or nothing was assigned; steps without a record count in no window.
+    """
+    known_S = np.isfinite(stats.rerouted_S)
+    parts_S2 = np.stack([stats.rerouted_S, stats.load_SE.sum(axis=1)], axis=1)
+    summed_S2 = metrics.rolling_window_load(np.where(known_S[:, None], parts_S2, 0.0), window)
+    batch_S = np.atleast_1d(metrics.rerouted_share(parts_S2[:, 0], parts_S2[:, 1]))
+    return batch_S, np.atleast_1d(metrics.rerouted_share(summed_S2[:, 0], summed_S2[:, 1]))
+
+
+def _rerouted_title(shares: Sequence[tuple[LayerStats, np.ndarray, np.ndarray]]) -> str:
+    ends = [(float(window_S[-1]), stats.label) for stats, _, window_S in shares if np.isfinite(window_S[-1])]
+    if not ends:
+        return "Share of the assignments that the bias changed"
+    most, label = max(ends, key=lambda end: end[0])
+    if most == 0:
+        return "The bias changes no assignment at the end of the run"
+    said = f"At the end the bias changes {percent(most, 1)} of the assignments of layer {label}"
+    return said + (", the most of all layers" if len(ends) > 1 else "")
+
+
+def shares(run: Run, layer: int, axis: XAxis) -> None:
     """Each expert's share of the assignments of one layer over the steps."""
-    series = data.load_series(run, layer)
+    (series,) = _placed([data.load_series(run, layer)], axis)
     if series.steps_S.size < 2:
         st.caption("Shares over time take two recorded steps. Those of the only one:")
         charts.table(share_numbers(series), key="shares_numbers")
@@ -251,12 +260,12 @@ def shares(run: Run, layer: int) -> None:
     st.caption(
         "Bands of one height are balance. A band that swallows the others is collapse: the experts under it starve."
     )
-    figure = share_area(series, title=_share_title(series), theme=charts.theme())
+    figure = share_area(series, title=_share_title(series), theme=charts.theme(), x_title=axis.title)
     charts.show(
         figure,
         key="shares",
         alt=f"Share of the assignments of every expert of layer {series.label} of {run.name} by step, in per cent.",
-        numbers=share_numbers(series),
+        numbers=axis.beside(share_numbers(series)),
     )
 
 

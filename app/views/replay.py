@@ -10,22 +10,19 @@ import plotly.graph_objects as go
 import streamlit as st
 from numpy.typing import NDArray
 
-from app import charts, data, layer_keys, moving, player, state
+from app import charts, data, layer_keys, moving, player, state, token_strip
 from app.figures.inputs import LoadSeries
-from app.figures.load_bars import MAX_MARKED, load_bars
 from app.figures.load_heatmap import load_heatmap
 from app.figures.model_map import model_map
 from app.figures.pooling import expert_groups
 from app.layer_stats import LayerStats
-from app.moments import Moment, changes, expert_numbers, moment
-from app.text import plain
-from app.views import empty
-from app.words import NONE, count, percent, value
+from app.moments import Moment, moment
+from app.views import empty, replay_bars
+from app.words import NONE, percent, value
 from moe_core import metrics
 from recorder.reader import Run
 from recorder.schema import PHASES
 
-MOST = 5  # experts listed as gaining or losing most
 STRIP_COLUMNS = 200
 STRIP_ROWS = 32
 STRIP_HEIGHT = 90  # pixels
@@ -104,8 +101,12 @@ def _draw(
             _where(whole, stats, step, expert)
     head.title(title_of(stats.label, now), help=_TITLE_HELP)
     with picture:
-        _bars(run, stats, now, expert, theme)
-    _changes(now, has_more=stats.steps_S.size > 1)
+        replay_bars.bars(stats, now, expert, title_of(stats.label, now))
+    routed = token_strip.text(run, stats.layer, step, expert)  # close to the bars, to be seen with them
+    replay_bars.notes(run, stats, now, expert)
+    if routed is not None:
+        token_strip.matrix(run, stats.layer, *routed)
+    replay_bars.what_changed(stats, now)
     if others:
         _map(run, others, step, (stats.layer, expert), theme)
 
@@ -171,124 +172,6 @@ def _numbers_of_step(now: Moment) -> None:
 
 def _share(part: float, whole: float) -> str:
     return percent(float(metrics.drop_rate(part, whole)), 1)
-
-
-def _bars(run: Run, stats: LayerStats, now: Moment, expert: int | None, theme: Any) -> None:
-    bias_range = _bias_range(stats)
-    nothing_E = np.full_like(now.load_E, np.nan)
-    marks = []
-    if len(now.load_E) <= MAX_MARKED:  # the figure draws none for more experts
-        marks += ["Dashes mark the step recorded before."] if stats.steps_S.size > 1 else []
-        marks += [] if np.isnan(now.gate_mass_E).all() else ["Diamonds mark each expert's share of the gate weights."]
-    st.caption(
-        "Look for bars at the foot (purple: below 1/16 of the uniform share) beside one that stands far above 1. "
-        + " ".join(marks)
-    )
-    figure = load_bars(
-        now.load_E,
-        top_k=now.top_k,
-        title=f"Load{' and bias' if bias_range else ''} per expert, layer {stats.label}, step {now.step:,}",
-        theme=theme,
-        # Marks without a place at the first step: with none at all the legend would grow at the second.
-        previous_load_E=nothing_E if stats.steps_S.size > 1 and now.before_load_E is None else now.before_load_E,
-        previous_step=now.before_step,
-        gate_mass_E=None if np.isnan(now.gate_mass_E).all() else now.gate_mass_E,
-        bias_E=now.bias_E,
-        previous_bias_E=None if now.bias_E is None else now.before_bias_E,
-        bias_range=bias_range,
-        highlight=expert,
-        wrap_at=200,  # one line at every step, so that nothing moves
-    )
-    moving.show(
-        figure,
-        key="replay_bars",
-        alt=f"Bars of load over the uniform share, one an expert. {title_of(stats.label, now)}.",
-    )
-    with st.expander("Numbers", icon=":material/table:"):
-        charts.table(expert_numbers(now), key="replay_experts")
-    if expert is not None:
-        st.caption(_of_expert(now, expert))
-    if bias_range is None:
-        st.caption(f"No bias is drawn: none is recorded here; the balancer is: {_balancer(run, stats.layer)}.")
-    elif now.bias_E is not None:
-        low, high = int(np.nanargmin(now.bias_E)), int(np.nanargmax(now.bias_E))
-        st.caption(
-            f"Bias used in this step: from {now.bias_E[low]:+.4g} (expert {low}) to {now.bias_E[high]:+.4g} "
-            f"(expert {high}). It is added to the scores for selection only; axes are those of the whole run."
-        )
-
-
-def _of_expert(now: Moment, expert: int) -> str:
-    ratio = float(metrics.load_ratio(now.load_E)[expert])
-    text = f"Expert {expert}: {value(now.load_E[expert])} assignments, {value(ratio)} x the uniform share"
-    if now.before_load_E is not None:
-        change = now.load_E[expert] - now.before_load_E[expert]
-        text += f", {change:+,.0f} since" if change else ", as many as at"
-        text += f" step {now.before_step:,}"
-    if now.bias_E is not None:
-        text += f", bias {now.bias_E[expert]:+.4g}"
-    return text + "."
-
-
-def _changes(now: Moment, *, has_more: bool) -> None:
-    if not has_more:
-        st.caption("Only one step is recorded, so there is nothing to compare it with.")
-        return
-    if now.before_step is None:
-        st.subheader("What changed", anchor=False)
-        st.caption(f"Step {now.step:,} is the first one recorded: there is none before it.")
-    else:
-        st.subheader(f"What changed since step {now.before_step:,}", anchor=False)
-        st.caption(_change_in_words(now))
-    gained, lost = changes(now, MOST)
-    for column, heading, frame, key in zip(
-        st.columns(2, gap="medium"), ("Gained most", "Lost most"), (gained, lost), ("gained", "lost"), strict=True
-    ):
-        with column:
-            st.markdown(f"**{heading}**")
-            st.dataframe(
-                frame,
-                hide_index=True,
-                width="stretch",
-                height=35 * (MOST + 1) + 3,  # fixed: fewer rows must not move what is below
-                placeholder=NONE,
-                key=f"replay_{key}",
-                column_config={
-                    "change": st.column_config.NumberColumn(format="%+d"),
-                    "bias change": st.column_config.NumberColumn(format="%+.4g"),
-                },
-                alt=f"{heading}: experts, with their assignments at this step and the one before.",
-            )
-
-
-def _change_in_words(now: Moment) -> str:
-    assert now.before_load_E is not None
-    change_E = now.load_E - now.before_load_E
-    moved = f"{count(int((change_E > 0).sum()), 'expert')} gained and {count(int((change_E < 0).sum()), 'expert')} lost"
-    text = f"Assignments of this step less those of the step before, which had other tokens: {moved}"
-    if now.tokens != now.before_tokens:
-        text += f"; mind that the tokens went from {value(now.before_tokens)} to {value(now.tokens)}"
-    text += "."
-    if now.bias_E is not None and now.before_bias_E is not None:
-        change_bias_E = now.bias_E - now.before_bias_E
-        most = int(np.nanargmax(np.abs(change_bias_E))) if np.isfinite(change_bias_E).any() else 0
-        changed = int((change_bias_E != 0).sum())
-        text += f" The bias changed for {count(changed, 'expert')}"
-        text += f", most for expert {most} ({change_bias_E[most]:+.4g})." if changed else "."
-    return text
-
-
-def _bias_range(stats: LayerStats) -> tuple[float, float] | None:
-    """Smallest and largest bias of the whole run; None where there never was one."""
-    if stats.expert_bias_SE is None:
-        return None
-    finite = stats.expert_bias_SE[np.isfinite(stats.expert_bias_SE)]
-    return (float(finite.min()), float(finite.max())) if finite.size else None
-
-
-def _balancer(run: Run, layer: int) -> str:
-    of_layer = layer_keys.router(run, layer).get("balancer")
-    return plain(str(of_layer or run.config.get("balancer") or "not named"))
 
 
 # ----------------------------------------------------------------------------------------------- where one is

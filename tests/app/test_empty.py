@@ -81,7 +81,7 @@ def test_a_running_run_is_shown_and_says_so(shown: Path, write_run: Callable[...
     test = page(run="a")
     assert test.text[0].value == "a"
     assert "shows the steps up to 2, the run is at step 2" in words(test)
-    assert test.button(key="show_newest").disabled
+    assert test.toggle(key="follow_run").value, "and is drawn again as it grows"
 
 
 def test_bad_parts_are_named(shown: Path, write_run: Callable[..., Path]) -> None:

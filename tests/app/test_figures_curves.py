@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from app.figures.balance_curves import pooled_shares, share_area, unused_curves, violation_curves
+from app.figures.breaks import breaks
 from app.figures.curves import metric_curves, sparkline
 from app.figures.inputs import Curve, LoadSeries, ReferenceLine
 from app.figures.theme import categorical_colour
@@ -192,8 +193,8 @@ def test_idle_and_dead_over_a_window_by_hand():
 def test_shares_by_hand_and_uniform_lines():
     fig = share_area(series([[40, 20, 20, 0], [20, 20, 20, 20], [0, 0, 0, 0]]), title="t")
     traces = {t.name.split(" ·")[0]: t for t in fig.data}
-    np.testing.assert_equal(traces["expert 0"].y, [50, 25, np.nan])
-    np.testing.assert_equal(traces["expert 3"].y, [0, 25, np.nan])
+    assert list(traces["expert 0"].y) == [50, 25], "a step without tokens has no shares"
+    assert list(traces["expert 3"].y) == [0, 25]
     assert {t.stackgroup for t in fig.data} == {"experts"}
     assert reference_values(fig) == [25.0, 50.0, 75.0]
     assert "25% each" in fig.layout.title.text
@@ -250,3 +251,68 @@ def test_many_long_run_names_get_room_for_their_legend():
         return metric_curves(curves, title="t", y_title="v").layout.margin.t
 
     assert top(12) >= top(2) + 22
+
+
+# ------------------------------------------------------------------------------------- resumed runs and other axes
+
+
+def test_x1_a_resumed_run_is_not_joined_over_missing_steps():
+    steps = [0, 1, 2, 3, 10, 11, 12]
+    fig = metric_curves([curve([1, 2, 3, 4, 5, 6, 7], steps=steps, restarts=[10])], title="t", y_title="loss")
+    (line,) = lines(fig)
+    np.testing.assert_equal(np.asarray(line.y), [1, 2, 3, 4, np.nan, 5, 6, 7])
+    assert list(np.asarray(line.x)[:4]) == [0, 1, 2, 3]
+    assert line.connectgaps is False
+    assert [shape.x0 for shape in fig.layout.shapes] == [9.5]
+    assert [note.text for note in fig.layout.annotations] == ["resumed"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "restarts", "places"),
+    [
+        pytest.param([0, 1, 2, 3, 4], [3], [], id="resumed where it stopped"),
+        pytest.param([0, 20, 40, 60, 80], [60], [], id="recorded every 20 steps, none missing"),
+        pytest.param([0, 20, 40, 100, 120], [100], [3], id="recorded every 20 steps, two missing"),
+        pytest.param([0, 1, 9], [9], [2], id="nothing after it to compare with"),
+        pytest.param([0, 5], [5], [1], id="one record on either side"),
+        pytest.param([0, 1, 5, 6, 9, 10], [5, 9], [2, 4], id="resumed twice"),
+        pytest.param([0, 1, 7, 8], [], [], id="not resumed"),
+        pytest.param([5, 6], [5], [], id="nothing before it"),
+    ],
+)
+def test_where_a_curve_ends(steps, restarts, places):
+    assert breaks(np.array(steps), restarts).tolist() == places
+
+
+def test_bands_end_at_a_hole_and_go_on_behind_it():
+    load = np.array([[3, 1]] * 4 + [[1, 1]] * 4)
+    one = LoadSeries(
+        run="run", layer=1, steps_S=np.array([0, 1, 2, 3, 50, 51, 52, 53]), load_SE=load, top_k=1, restarts=[50]
+    )
+    fig = share_area(one, title="t")
+    first = [trace for trace in fig.data if trace.name.startswith("expert 0")]
+    assert [list(trace.x) for trace in first] == [[0, 1, 2, 3], [50, 51, 52, 53]]
+    assert [list(trace.y) for trace in first] == [[75] * 4, [50] * 4]
+    assert len({trace.stackgroup for trace in first}) == 2, "one stack would bridge the hole"
+    assert [trace.showlegend for trace in first] == [True, False]
+
+
+def test_curves_over_tokens_keep_the_step_in_the_hover_and_mark_the_restart():
+    one = Curve(
+        name="run",
+        group="run",
+        colour=0,
+        steps_S=np.array([0, 1, 5, 6]),
+        values_S=np.array([4.0, 3.0, 2.0, np.nan]),
+        at_S=np.array([100.0, 200.0, 300.0, 400.0]),
+        restarts=[5],
+    )
+    fig = metric_curves([one], title="t", y_title="loss", x_title="tokens so far")
+    (line,) = lines(fig)
+    np.testing.assert_equal(np.asarray(line.x, float), [100, 200, np.nan, 300, 400])
+    np.testing.assert_equal(np.asarray(line.customdata, float), [0, 1, np.nan, 5, 6])
+    assert "step %{customdata:,d}<br>tokens so far" in line.hovertemplate
+    mark = next(trace for trace in fig.data if trace.mode == "markers")
+    assert (list(mark.x), list(mark.customdata)) == ([400], [6])
+    assert [shape.x0 for shape in fig.layout.shapes] == [250]
+    assert fig.layout.xaxis.title.text == "tokens so far"

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -84,8 +85,9 @@ def metrics_of(test: AppTest) -> dict[str, str]:
 
 
 def table(test: AppTest, key: str) -> pd.DataFrame:
-    # AppTest tells no keys of tables: go by their order.
-    return test.dataframe[("replay_experts", "replay_gained", "replay_lost").index(key)].value
+    # AppTest tells no keys of tables: go by a column, and by their order where two are alike.
+    column = "load / uniform share" if key == "replay_experts" else "change (points)"
+    return [frame.value for frame in test.dataframe if column in frame.value][-1 if key == "replay_lost" else 0]
 
 
 def figure(test: AppTest, name: str) -> dict[str, Any]:
@@ -117,7 +119,8 @@ def test_every_number_equals_the_parquet_files(
     mean = load.sum() / 8
     ratio = load / mean
     idle = int((load < 0.1 * mean).sum())
-    change = load - earlier
+    share, earlier_share = 100 * load / load.sum(), 100 * earlier / earlier.sum()
+    change = share - earlier_share
 
     test = clean(open_page("replay", run=path.name, layer=layer, step=step, expert=5))
     idle_words = f"{idle} of 8 experts idle" if idle else "no expert idle"
@@ -135,7 +138,7 @@ def test_every_number_equals_the_parquet_files(
     assert f"Rerouted: {rerouted}" in text
     assert row["dropped"] is None
     assert "Dropped: -" in text, "null is no 0"
-    moved = f", {change[5]:+,} since" if change[5] else ", as many as at"
+    moved = f", {change[5]:+.2f} points of its share since" if change[5] else ", the same share as at"
     assert f"Expert 5: {load[5]:,} assignments" in text
     assert f"{moved} step {step - 1}" in text
 
@@ -148,8 +151,9 @@ def test_every_number_equals_the_parquet_files(
         (100 * row["gate_mass"] / row["gate_mass"].sum()).tolist()
     )
     assert shown_numbers["mean router probability"].tolist() == pytest.approx(row["mean_prob"].tolist())
-    assert shown_numbers["before"].tolist() == earlier.tolist()
-    assert shown_numbers["change"].tolist() == change.tolist()
+    assert shown_numbers["assignments before"].tolist() == earlier.tolist()
+    assert shown_numbers["share before (%)"].tolist() == pytest.approx(earlier_share.tolist())
+    assert shown_numbers["share change (points)"].tolist() == pytest.approx(change.tolist(), abs=1e-8)
     assert "dropped" not in shown_numbers
 
     order = sorted(range(8), key=lambda expert: (-change[expert], expert))
@@ -160,7 +164,8 @@ def test_every_number_equals_the_parquet_files(
     for frame in (gained, lost):
         for line in frame.to_dict("records"):
             expert = line["expert"]
-            assert (line["before"], line["now"], line["change"]) == (earlier[expert], load[expert], change[expert])
+            seen = (line["before (%)"], line["now (%)"], line["change (points)"])
+            assert seen == pytest.approx((earlier_share[expert], share[expert], change[expert]), abs=1e-8)
     assert f"{(change > 0).sum()} experts gained and {(change < 0).sum()} experts lost" in text.replace(
         "1 expert ", "1 experts "
     ).replace("no expert ", "0 experts ")
@@ -281,8 +286,12 @@ def test_steps_recorded_sparsely_are_compared_with_the_one_before(
     write_loads(shown / "sparse", [[4, 4], [8, 0], [2, 6], [5, 3]], steps=[0, 7, 8, 300])
     test = clean(open_page("replay", run="sparse", step=300))
     assert "What changed since step 8" in said(test)
-    assert table(test, "replay_gained").to_dict("records") == [{"expert": 0, "before": 2, "now": 5, "change": 3}]
-    assert table(test, "replay_lost").to_dict("records") == [{"expert": 1, "before": 6, "now": 3, "change": -3}]
+    assert table(test, "replay_gained").to_dict("records") == [
+        {"expert": 0, "before (%)": 25, "now (%)": 62.5, "change (points)": 37.5}
+    ]
+    assert table(test, "replay_lost").to_dict("records") == [
+        {"expert": 1, "before (%)": 75, "now (%)": 37.5, "change (points)": -37.5}
+    ]
     test.select_slider(key="step").set_value(0)
     clean(test.run())
     assert "Step 0 is the first one recorded" in said(test)
@@ -323,9 +332,69 @@ def test_another_layer_and_an_expert_can_be_picked(
     test.selectbox(key="expert").set_value("2")
     clean(test.run())
     assert test.query_params["expert"] == "2"
-    assert "Expert 2: 2 assignments, 1 x the uniform share, as many as at step 5, bias +0.03333." in said(test)
+    assert "Expert 2: 2 assignments, 1 x the uniform share, the same share as at step 5." in said(test)
     widths = figure(test, "replay_bars")["data"][0]["marker"]["line"]["width"]
     assert numbers(widths) == [1, 1, 3, 1]
+
+
+def test_shares_are_compared_where_the_tokens_differ(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    write_loads(shown / "a", [[2, 6], [8, 24], [30, 34]])
+    test = clean(open_page("replay", run="a", step=1))
+    assert "no expert gained and no expert lost" in said(test)
+    assert "the tokens went from 8 to 32, which shares allow for" in said(test)
+    assert table(test, "replay_gained").empty, "four times the tokens, the same shares"
+    hover = figure(test, "replay_bars")["data"][0]["hovertext"][0]
+    assert "step 0: 2 assignments, 25.00% (+0.00 points)" in hover
+
+
+def test_a_bias_that_never_moves_is_not_shown_as_if_it_did(shown: Path, open_page: Callable[..., AppTest]) -> None:
+    write_loads(shown / "zero", [[8, 8], [12, 4]], expert_bias=[np.zeros(2)] * 2)
+    test = clean(open_page("replay", run="zero", step=1))
+    assert "No bias is drawn: it is 0 for every expert at every recorded step" in said(test)
+    assert "yaxis2" not in figure(test, "replay_bars")["layout"]
+    write_loads(shown / "fixed", [[8, 8], [12, 4]], expert_bias=[np.array([0.5, -0.25])] * 2)
+    test = clean(open_page("replay", run="fixed", step=1))
+    assert "It is the same at every recorded step: no balancer moves it here." in said(test)
+    assert figure(test, "replay_bars")["layout"]["title"]["text"].startswith("<b>Load and fixed bias per expert")
+    assert "bias change" not in table(test, "replay_gained")
+    write_loads(shown / "moved", [[8, 8], [12, 4]], expert_bias=[np.zeros(2), np.array([-0.1, 0.1])])
+    test = clean(open_page("replay", run="moved", step=1))
+    assert table(test, "replay_gained")["bias change"].tolist() == pytest.approx([-0.1])
+
+
+# ------------------------------------------------------------------------------------------- the text beside it
+
+
+def test_the_text_is_that_of_the_last_recorded_step_at_or_before(
+    add: Callable[[str], Path], open_page: Callable[..., AppTest]
+) -> None:
+    path = add("aux")
+    test = clean(open_page("replay", run=path.name, layer=1, step=34, phase="train", sequence=2))
+    assert "Decisions of step 30, the last with recorded decisions at or before step 34." in said(test)
+    tokens, decisions = (pq.read_table(path / name).to_pandas() for name in ("tokens", "decisions"))
+    tokens = tokens[(tokens["phase"] == "train") & (tokens["step"] == 30) & (tokens["sequence"] == 2)]
+    decisions = decisions[(decisions["phase"] == "train") & (decisions["step"] == 30) & (decisions["layer"] == 1)]
+    rows = tokens.merge(decisions, on="token").sort_values("position")
+    body = next(html.proto.body for html in test.get("html") if "rs-tokens" in html.proto.body)
+    assert re.findall(r'data-e="([\d ]*)"', body) == [" ".join(map(str, experts)) for experts in rows["experts"]]
+    used = len({expert for experts in rows["experts"] for expert in experts})
+    title = figure(test, "replay_tokens")["layout"]["title"]["text"]
+    assert f"Its {len(rows)} tokens use {used} of 8 experts, layer 1, step 30" in title
+    test.slider(key="step").set_value(41)
+    clean(test.run())
+    assert "Decisions of step 40, the last" in said(test)
+    probe = clean(open_page("replay", run=path.name, layer=1, step=20))
+    assert "Decisions of this step. The probe is the same held-out text each time" in said(probe)
+
+
+def test_no_text_before_the_first_decisions_or_without_any(
+    shown: Path, write_run: Callable[..., Path], open_page: Callable[..., AppTest]
+) -> None:
+    write_run(shown, "a", range(5, 25))
+    test = clean(open_page("replay", run="a", step=7))
+    assert "None of phase train at or before step 7: the first decisions are those of step 10." in said(test)
+    shutil.rmtree(shown / "a" / "decisions")
+    assert "No single decisions were recorded in this run" in said(clean(open_page("replay", run="a", step=7)))
 
 
 def test_drops_null_gate_weights_and_changed_tokens(shown: Path, open_page: Callable[..., AppTest]) -> None:
