@@ -11,28 +11,54 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from app import data, layer_keys
+from app import data, layer_keys, x_axis
 from app.comparison import WINDOW, Compared
 from app.figures.group_range import GroupRange
 from app.figures.inputs import Curve, ReferenceLine
 from app.words import value
+from app.x_axis import STEPS, XAxis
 from moe_core import metrics
 from moe_core.curves import smooth
-
-STEP = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What the curves run over: its name with unit, and where a run's steps lie on it; None means at the steps."""
+    """What the curves of several runs run over: steps, or what each run has added up at its steps.
 
-    title: str = STEP
-    places: Callable[[Compared, np.ndarray], np.ndarray | None] = lambda one, steps_S: None
+    of_runs  the axis of each run, by label; all in one unit
+    """
 
-    def settings(self, one: Compared, steps_S: np.ndarray) -> dict[str, Any]:
-        """What a `Curve` needs to lie on it."""
-        at_S = self.places(one, steps_S)
-        return {} if at_S is None else {"at_S": at_S}
+    of_runs: Mapping[str, XAxis]
+
+    @property
+    def title(self) -> str:
+        """Name and unit."""
+        return next((axis.title for axis in self.of_runs.values()), STEPS.title)
+
+    @property
+    def is_steps(self) -> bool:
+        """Whether the curves run over the steps themselves."""
+        return all(axis.at_S is None for axis in self.of_runs.values())
+
+    def at(self, one: Compared, steps_S: np.ndarray) -> np.ndarray | None:
+        """Where steps of a run lie; None where that is at the steps."""
+        return self.of_runs.get(one.label, STEPS).at(steps_S)
+
+
+OVER_STEPS = Axis(of_runs={})
+
+
+def axes_offered(runs: Sequence[Compared]) -> list[x_axis.Name]:
+    """The axes that every one of these runs can tell, steps first."""
+    each = [x_axis.offered(data.steps(one.run)) for one in runs]
+    return [name for name in each[0] if all(name in others for others in each)]
+
+
+def axis_of(runs: Sequence[Compared], name: x_axis.Name) -> Axis:
+    """The axis of this name, the same unit of time for all runs."""
+    frames = {one.label: data.steps(one.run) for one in runs}
+    longest_s = max(float(frame["wall_time_s"].sum()) for frame in frames.values()) if name == "time" else None
+    return Axis(of_runs={label: x_axis.axis(frame, name, longest_s=longest_s) for label, frame in frames.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +115,23 @@ def curves(
             panel=panels.get(one.one.label, ""),
             style=style,
             restarts=data.restarts(one.one.run),
-            **axis.settings(one.one, one.steps_S),
+            at_S=axis.at(one.one, one.steps_S),
         )
         for one in values
     ]
 
 
-def numbers(columns: Mapping[str, Sequence[Values]], layer: layer_keys.Label | None = None) -> pd.DataFrame:
+def numbers(axis: Axis, columns: Mapping[str, Sequence[Values]], layer: layer_keys.Label | None = None) -> pd.DataFrame:
     """A row for each run and step; of each column the values of the same runs. layer: said where they are of one."""
     first, *_ = columns.values()
     fixed = {} if layer is None else {"layer": layer}
-    frames = [
-        pd.DataFrame(
-            {"run": one.one.label, **fixed, "step": one.steps_S}
-            | {name: its[place].values_S for name, its in columns.items()}
+    frames = []
+    for place, one in enumerate(first):
+        label = one.one.label
+        frame = pd.DataFrame(
+            {"run": label, **fixed, "step": one.steps_S} | {name: its[place].values_S for name, its in columns.items()}
         )
-        for place, one in enumerate(first)
-    ]
+        frames.append(axis.of_runs.get(label, STEPS).beside(frame))
     return pd.concat(frames, ignore_index=True)
 
 

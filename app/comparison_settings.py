@@ -83,11 +83,12 @@ def group_fields(runs: Sequence[Compared]) -> list[str]:
     """The settings worth grouping by: some runs agree in them and others do not, or they are of common interest."""
     each = [settings(one.run.manifest) for one in runs]
     fields = []
-    for name in (*_ALWAYS, *(name for one in each for name in one)):
+    for name in dict.fromkeys([*_ALWAYS, *(name for one in each for name in one)]):
         values = {_text(one.get(name)) for one in each}
-        if is_setting(name) and len(values) < len(runs) and (len(values) > 1 or name in _ALWAYS):
+        tells_some_apart = 1 < len(values) < len(runs)
+        if is_setting(name) and (tells_some_apart or (name in _ALWAYS and len(values - {NOT_SAID}) == 1)):
             fields.append(name)
-    return list(dict.fromkeys(fields))
+    return fields
 
 
 def groups(runs: Sequence[Compared], field: str) -> dict[str, list[Compared]]:

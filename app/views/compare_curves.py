@@ -6,7 +6,16 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, comparison_curves, comparison_settings, comparison_tables, comparison_words, state, words
+from app import (
+    charts,
+    comparison_curves,
+    comparison_settings,
+    comparison_tables,
+    comparison_words,
+    state,
+    words,
+    x_axis,
+)
 from app.comparison import WINDOW, Compared, Window, layer_label
 from app.comparison_curves import Axis, Values
 from app.comparison_metrics import Measured
@@ -60,17 +69,12 @@ def show(compared: Sequence[Compared], found: Sequence[Measured], layer: int, wi
         _idle(compared, found, layer, window, arrangement)
 
 
-def x_axis() -> Axis:
-    """What the curves of this page run over."""
-    return Axis()
-
-
 # ---------------------------------------------------------------------------------------------------- controls
 
 
 def _arrange(compared: Sequence[Compared]) -> Arrangement:
     fields = comparison_settings.group_fields(compared)
-    group_, smoothing_ = st.columns(2)
+    group_, smoothing_, x_ = st.columns(3)
     with group_:
         by = state.pick_option(
             "group",
@@ -91,6 +95,9 @@ def _arrange(compared: Sequence[Compared]) -> Arrangement:
             help="Weight of the past in an exponential average that starts at the first value itself. The values lie "
             "faintly behind.",
         )
+    with x_:
+        names = comparison_curves.axes_offered(compared)
+        axis = comparison_curves.axis_of(compared, x_axis.pick(names))
     grouped: Mapping[str, Sequence[Compared]] = {}
     panels: dict[str, str] = {}
     if by in fields:
@@ -100,6 +107,8 @@ def _arrange(compared: Sequence[Compared]) -> Arrangement:
         said = (
             "A grey band reaches from the lowest to the highest run of a group, its mean is the line in the colour of "
             "the text; a group of one run has neither. Every run keeps its own colour."
+            if axis.is_steps
+            else "Every run keeps its own colour. A group's mean is over steps: choose them as the x axis to see it."
         )
     elif by == EACH:
         panels = {one.label: one.label for one in compared}
@@ -107,7 +116,7 @@ def _arrange(compared: Sequence[Compared]) -> Arrangement:
     else:
         said = "Every run in full, each in its own colour. Look for where one leaves the others, and at what loss."
     st.caption(said)
-    return Arrangement(axis=x_axis(), smoothing=smoothing, panels=panels, grouped=grouped)
+    return Arrangement(axis=axis, smoothing=smoothing, panels=panels, grouped=grouped)
 
 
 def _groups(
@@ -157,7 +166,7 @@ def _losses(
         title=_title("Cross-entropy", "ce_loss", compared, found, layer, window, arrangement, digits=4),
         key="compare_loss",
         alt="Cross-entropy of each run by step",
-        numbers=comparison_curves.numbers({"ce_loss": values}),
+        numbers=comparison_curves.numbers(arrangement.axis, {"ce_loss": values}),
         y_title="nats per token",
         smoothing=smoothing,
         note=f"The thick line is an average of past steps: while the loss falls it trails by about {trails} steps."
@@ -184,7 +193,9 @@ def _violation(
         title=_title("max_violation", "max_violation_window", compared, found, layer, window, arrangement),
         key="compare_violation",
         alt=f"max_violation of layer {label} by step",
-        numbers=comparison_curves.numbers({"max_violation": each, f"max_violation, window of {WINDOW}": summed}, label),
+        numbers=comparison_curves.numbers(
+            arrangement.axis, {"max_violation": each, f"max_violation, window of {WINDOW}": summed}, label
+        ),
         lines=comparison_curves.bounds(compared, layer, arrangement.panels),
         y_title="max_violation",
         log_y=True,
@@ -208,7 +219,7 @@ def _idle(
         title=_title("Idle experts", "idle_experts", compared, found, layer, window, arrangement),
         key="compare_idle",
         alt=f"Idle and dead experts of layer {label} by step",
-        numbers=comparison_curves.numbers({"idle": idle, "dead": dead}, label),
+        numbers=comparison_curves.numbers(arrangement.axis, {"idle": idle, "dead": dead}, label),
         y_title="experts",
         y_floor=0.0,
         note=f"Solid: idle, below a tenth of the uniform share over the last {WINDOW} recorded steps. "
@@ -252,8 +263,6 @@ def _draw(
     in_order = sorted(drawn, key=lambda curve: headings.index(curve.panel))
     few = len(headings) <= 2
     traces = len(drawn) * (2 if smoothing else 1)
-    if arrangement.axis.title != comparison_curves.STEP:
-        settings["x_title"] = arrangement.axis.title
     per_row = 2 if few or len(headings) == 4 else min(PANELS_PER_ROW, len(headings))
     figure = metric_curves(
         in_order,
@@ -264,10 +273,11 @@ def _draw(
         max_points=max(_POINTS // max(traces, 1), 100),
         panels_per_row=per_row,
         panel_height=260 if few else 150,
+        x_title=arrangement.axis.title,
         wrap_at=88 if arrangement.panels or key == "compare_loss" else 42,
         **settings,
     )
-    if arrangement.grouped and arrangement.axis.title == comparison_curves.STEP:
+    if arrangement.grouped and arrangement.axis.is_steps:
         found = comparison_curves.ranges(ranges, arrangement.panels, smoothing)
         add_ranges(figure, found, headings, theme=charts.theme(), panels_per_row=per_row)
     charts.show(figure, key=key, alt=f"{alt}. {title}.", numbers=numbers)

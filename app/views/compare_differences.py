@@ -14,7 +14,6 @@ from app.comparison_noise import margin
 from app.figures.curves import metric_curves
 from app.figures.inputs import ReferenceLine
 from app.text import plain
-from app.views.compare_curves import x_axis
 from app.words import value
 from moe_core import metrics
 
@@ -88,12 +87,9 @@ def _draw(
     left_out = [one.label for one in others if why_not[one.label] is not None]
     by_label = {one.label: its for one, its in zip(compared, found, strict=True)}
     said = _said(metric, baseline, [one.one for one in drawn], by_label, layer, window)
-    axis = x_axis()
-    if axis.title != comparison_curves.STEP:
-        settings["x_title"] = axis.title
     smoothed = 2 if settings["smoothing"] else 1
     figure = metric_curves(
-        comparison_curves.curves(drawn, axis, {}, what=f" minus {baseline.label}"),
+        comparison_curves.curves(drawn, comparison_curves.OVER_STEPS, {}, what=f" minus {baseline.label}"),
         title=f"{name} minus that of {baseline.label}, {window.short}: {said}",
         theme=charts.theme(),
         lines=[ReferenceLine(value=0.0, label="")],
@@ -105,7 +101,9 @@ def _draw(
         figure,
         key=f"compare_difference_{key}",
         alt=f"{name} of each run minus that of {baseline.label} by step, over the {window.short}: {said}.",
-        numbers=comparison_curves.numbers({f"{key} minus that of {baseline.label}": drawn}),
+        numbers=comparison_curves.numbers(
+            comparison_curves.OVER_STEPS, {f"{key} minus that of {baseline.label}": drawn}
+        ),
     )
     if left_out:
         st.caption(f"Not comparable with {plain(against[0].label)}: {plain(', '.join(left_out))}.")

@@ -34,18 +34,19 @@ def metrics(compared: Sequence[Compared], found: Sequence[Measured], layer: int,
         "on one or not, so that uniform reads 1."
     )
     charts.table(comparison_tables.table(compared, found, layer, window), key="compare_metrics", columns=_COLUMNS)
-    _say_why_not(compared, layer, window)
+    _say_why_not(compared, found, layer, window)
     if max(len(one.layers) for one in compared) > 1:
         with st.expander("Every layer", icon=":material/table:"):
             charts.table(comparison_tables.every_layer(compared, found), key="compare_layers")
 
 
-def _say_why_not(compared: Sequence[Compared], layer: int, window: Window) -> None:
+def _say_why_not(compared: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window) -> None:
     """Why no run is called better in metrics that have a better side."""
     reasons: dict[str, list[str]] = {}
     for metric in METRICS:
         reason = comparison_metrics.no_better(metric, compared, layer, window)
-        if reason is not None and metric.better is not None:
+        recorded = any(one.value(metric, layer) is not None for one in found)
+        if reason is not None and metric.better is not None and recorded:
             reasons.setdefault(reason, []).append(metric.name)
     if not reasons and window.shared and not window.stretches:
         reasons[f"fewer than {STRETCHES} shared steps, too few to tell a difference from noise"] = ["any metric"]
