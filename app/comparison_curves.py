@@ -15,7 +15,7 @@ from app import data, layer_keys, x_axis
 from app.comparison import WINDOW, Compared
 from app.figures.group_range import GroupRange
 from app.figures.inputs import Curve, ReferenceLine
-from app.words import value
+from app.words import listed, value
 from app.x_axis import STEPS, XAxis
 from moe_core import metrics
 from moe_core.curves import smooth
@@ -34,6 +34,16 @@ class Axis:
     def title(self) -> str:
         """Name and unit."""
         return next((axis.title for axis in self.of_runs.values()), STEPS.title)
+
+    @property
+    def note(self) -> str:
+        """What is added up, run by run where that differs; "" for steps."""
+        notes: dict[str, list[str]] = {}
+        for label, axis in self.of_runs.items():
+            notes.setdefault(axis.note, []).append(label)
+        if len(notes) == 1:
+            return next(iter(notes))
+        return " ".join(f"{listed(labels)}: {note}" for note, labels in notes.items())
 
     @property
     def is_steps(self) -> bool:

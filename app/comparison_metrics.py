@@ -165,7 +165,7 @@ def _measure(path: Place, fingerprint: int, steps: tuple[int, ...] | None, _run:
 def by_stretch(one: Compared, metric: Metric, layer: int, window: Window) -> list[float] | None:
     """A metric in each stretch of the window, (B,); None where one of them has no value or the window is too short."""
     if metric.of is None:
-        values = [_loss(one.run, steps) for steps in window.stretches]
+        values = _losses(one.run, window.stretches)
     elif layer in one.layers:
         stats = data.layer_stats(one.run, layer)
         values = [metric.of(stats, rows) for rows in (np.isin(stats.steps_S, steps) for steps in window.stretches)]
@@ -184,9 +184,17 @@ def _values(stats: LayerStats, steps: tuple[int, ...] | None) -> dict[str, float
 
 def _loss(run: Run, steps: tuple[int, ...] | None) -> float | None:
     frame = data.steps(run)
-    rows = frame.tail(WINDOW) if steps is None else frame[frame["step"].isin(steps).to_numpy(bool)]
-    values_S = rows[CE_LOSS].dropna().to_numpy(np.float64)
-    return _number(values_S.mean()) if values_S.size else None
+    return _losses(run, [tuple(frame["step"].tail(WINDOW)) if steps is None else steps])[0]
+
+
+def _losses(run: Run, each: Sequence[tuple[int, ...]]) -> list[float | None]:
+    """Mean cross-entropy over each of these sets of steps; None where none was recorded or one is not finite."""
+    frame = data.steps(run)
+    recorded_S = frame[CE_LOSS].notna().to_numpy(bool)
+    steps_S = frame["step"].to_numpy(np.int64)[recorded_S]
+    values_S = frame[CE_LOSS].to_numpy(np.float64, na_value=np.nan)[recorded_S]
+    known = [values_S[np.isin(steps_S, steps)] for steps in each]
+    return [_number(some.mean()) if some.size else None for some in known]
 
 
 # --------------------------------------------------------------------------------------------- which one is better

@@ -7,7 +7,16 @@ import numpy as np
 import pandas as pd
 
 from app.comparison import Compared, Window
-from app.comparison_metrics import METRICS, OF_LAYERS, Measured, better_words, by_stretch, no_better, not_comparable
+from app.comparison_metrics import (
+    EQUAL,
+    METRICS,
+    OF_LAYERS,
+    Measured,
+    better_words,
+    by_stretch,
+    no_better,
+    not_comparable,
+)
 from app.comparison_noise import group_as_good, margin
 
 NOT_TOLD_APART = "not told apart"
@@ -64,7 +73,7 @@ def group_table(
     """A line for each metric and group of runs: how many runs have a value, their mean, spread and verdict.
 
     spread   standard deviation of the runs, n - 1 in it; none for one run
-    verdict  best, worse, or not told apart from the best; none where a group has one run or nothing is better
+    verdict  best, worse, or not told apart from the best, or all equal; none where a group has one run or nothing is better
     """
     by_label = {one.label: its for one, its in zip(runs, found, strict=True)}
     lines = []
@@ -95,6 +104,8 @@ def _verdicts(values: Mapping[str, Sequence[float]], better: str) -> dict[str, s
     means = {name: float(np.mean(known)) for name, known in values.items() if known}
     if len(means) < 2:
         return {}
+    if len({number for known in values.values() for number in known}) == 1:
+        return dict.fromkeys(means, EQUAL)
     best = (min if better == "lower" else max)(means, key=means.__getitem__)
     said: dict[str, str | None] = {}
     for name in means:

@@ -115,7 +115,7 @@ def _arrange(compared: Sequence[Compared]) -> Arrangement:
         said = "One chart a run, all on the same axes. Look for the one that is unlike the others."
     else:
         said = "Every run in full, each in its own colour. Look for where one leaves the others, and at what loss."
-    st.caption(said)
+    st.caption(f"{said} {plain(axis.note)}")
     return Arrangement(axis=axis, smoothing=smoothing, panels=panels, grouped=grouped)
 
 

@@ -41,7 +41,10 @@ def heatmaps(
     )
     many = len(compared) > RUNS_A_ROW
     shown = [layer] if many or len(layers) > MAX_LAYERS_TOGETHER else list(layers)
-    in_rows = _rows([one for one in compared if any(key in shown for key in one.layers)] if many else list(compared))
+    without = [one.label for one in compared if many and layer not in one.layers]
+    if without:
+        st.caption(f"No MoE layer {layer_label(compared, layer)} in {plain(words.listed(without))}.")
+    in_rows = _rows([one for one in compared if one.label not in without])
     series = [[_series(one, key) for one in row for key in one.layers if key in shown] for row in in_rows]
     titles = [_title(row, shown, found, compared, window) for row in in_rows]
     figures = [load_heatmap(its, title=said, theme=charts.theme()) for its, said in zip(series, titles, strict=True)]
@@ -49,7 +52,8 @@ def heatmaps(
     names = [layer_label(compared, key) for key in shown]
     which = f"layer {names[0]}" if len(names) == 1 else f"layers {words.listed(names)}"
     for number, (row, figure, its) in enumerate(zip(in_rows, figures, series, strict=True)):
-        _keep_widths(figure, len(row), len(in_rows[0]))
+        if len(row) < len(in_rows[0]):
+            _keep_widths(figure, figures[0])
         charts.show(
             figure,
             key="compare_heatmap" if number == 0 else f"compare_heatmap_{number}",
@@ -73,13 +77,16 @@ def _share_steps(figures: Sequence[Any]) -> None:
         figure.update_xaxes(range=whole)
 
 
-def _keep_widths(figure: Any, panels: int, across: int) -> None:
-    """Panels of a row that is not full as wide as those of a full one."""
-    if panels == across:
-        return
-    share = panels / across
-    figure.for_each_xaxis(lambda axis: axis.update(domain=[share * end for end in axis.domain]))
-    figure.for_each_annotation(lambda note: note.update(x=share * note.x) if note.xref == "paper" else note)
+def _keep_widths(figure: Any, full: Any) -> None:
+    """Panels of a row that is not full stand where those of a full one do."""
+    places = [axis.domain for axis in full.select_xaxes()]
+    own = list(figure.select_xaxes())
+    centres = {round(sum(axis.domain) / 2, 6): sum(place) / 2 for axis, place in zip(own, places, strict=False)}
+    for axis, place in zip(own, places, strict=False):
+        axis.domain = place
+    figure.for_each_annotation(
+        lambda note: note.update(x=centres.get(round(note.x, 6), note.x)) if note.xref == "paper" else note
+    )
 
 
 def _series(one: Compared, layer: int) -> LoadSeries:
