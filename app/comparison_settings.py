@@ -92,22 +92,20 @@ def group_fields(runs: Sequence[Compared]) -> list[str]:
 
 
 def groups(runs: Sequence[Compared], field: str) -> dict[str, list[Compared]]:
-    """The runs by what they have for `field`, as text, smallest first: {"quantile": [...], ...}."""
-    by_value: dict[Any, list[Compared]] = {}
+    """The runs by what they have for `field`, as text: numbers first, in their order, then words: {"aux": [...]}."""
+    members: dict[str, list[Compared]] = {}
+    order: dict[str, Any] = {}
     for one in runs:
-        by_value.setdefault(settings(one.run.manifest).get(field), []).append(one)
-    numbers_first = sorted(by_value, key=lambda item: (isinstance(item, str), item is None, _sortable(item)))
-    return {_text(item): by_value[item] for item in numbers_first}
+        item = settings(one.run.manifest).get(field)
+        members.setdefault(_text(item), []).append(one)
+        order.setdefault(_text(item), (isinstance(item, str), item is None, 0 if item is None else item))
+    return {name: members[name] for name in sorted(members, key=order.__getitem__)}
 
 
 def within_groups(grouped: Mapping[str, Sequence[Compared]]) -> list[str]:
     """The settings in which runs of one group differ: what the spread within the groups comes from."""
     found = (name for members in grouped.values() for name in differing(members) if is_setting(name))
     return list(dict.fromkeys(found))
-
-
-def _sortable(item: Any) -> Any:
-    return item if isinstance(item, str | int | float) else 0
 
 
 def _plain(item: Any) -> Any:

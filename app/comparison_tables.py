@@ -73,7 +73,8 @@ def group_table(
     """A line for each metric and group of runs: how many runs have a value, their mean, spread and verdict.
 
     spread   standard deviation of the runs, n - 1 in it; none for one run
-    verdict  best, worse, or not told apart from the best, or all equal; none where a group has one run or nothing is better
+    verdict  best, worse, not told apart from the best, or all equal; none where a group has one run or no side is
+             better
     """
     by_label = {one.label: its for one, its in zip(runs, found, strict=True)}
     lines = []

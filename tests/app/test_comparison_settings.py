@@ -69,5 +69,10 @@ def test_numbers_are_grouped_in_their_order_and_a_field_that_tells_all_apart_is_
         for place, manifest in enumerate(manifests)
     ]
     assert list(cs.groups(runs, "num_experts")) == ["2", "16", "128"]
+    words = [
+        Compared(label=text, reference=text, colour=0, run=Bare({"config": {"recipe": text}}))
+        for text in ("b", "", "a")
+    ]  # type: ignore[arg-type]
+    assert list(cs.groups([*words, *runs[:1]], "recipe")) == ["not recorded", "none", "a", "b"]
     assert cs.group_fields(runs[:3]) == []
     assert cs.group_fields([runs[1], runs[3]]) == ["num_experts"], "all in one group, for their mean and spread"

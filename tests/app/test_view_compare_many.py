@@ -127,6 +127,7 @@ def test_groups_have_means_and_spreads_and_say_of_how_many(twelve: Path, compare
     assert verdicts["none"] == "worse"
     assert pd.isna(verdicts["quantile"]), "one run says nothing on the spread"
     assert pd.isna(verdicts["aux"]), "nor is another best while that one is open"
+    assert table.loc["idle experts", "verdict"].tolist() == ["equal"] * 3
     said = words(test).replace("\\", "")
     assert "quantile has one run, so no spread" in said
     assert "Runs of one group differ in their seed alone: the spread is that of seeds." in said
