@@ -31,6 +31,10 @@ T = TypeVar("T")
 NAMES = (
     "run",
     "runs",
+    "colours",
+    "group",
+    "smoothing",
+    "against",
     "layer",
     "step",
     "sequence",

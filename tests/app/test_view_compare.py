@@ -1,18 +1,15 @@
 """The page that compares runs: every number on it against the Parquet files, and runs that do not match."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
+from compared_runs import by_hand, figures, loads, table_with, words, write
 from streamlit.testing.v1 import AppTest
-
-from app import comparison
-from recorder.writer import RunWriter
 
 Open = Callable[..., AppTest]
 Compare = Callable[..., AppTest]
@@ -38,100 +35,6 @@ def samples(shown: Path) -> Path:
         if (path / "run.json").exists():
             (shown / path.name).symlink_to(path)
     return shown
-
-
-def words(test: AppTest) -> str:
-    kinds = (test.title, test.info, test.warning, test.error, test.markdown, test.caption, test.code)
-    return "\n".join(element.value for kind in kinds for element in kind)
-
-
-def table_with(test: AppTest, column: str) -> pd.DataFrame:
-    return next(frame.value for frame in test.dataframe if column in frame.value)
-
-
-def figures(test: AppTest) -> list[dict[str, Any]]:
-    return [json.loads(chart.proto.spec) for chart in test.get("plotly_chart")]
-
-
-def loads(run: Path, layer: int) -> pd.DataFrame:
-    """One row a training step of a layer, straight from the files; `load` as arrays."""
-    rows = pd.read_parquet(run / "layer_stats").query("phase == 'train' and layer == @layer").sort_values("step")
-    return rows.reset_index(drop=True)
-
-
-def by_hand(run: Path, layer: int, steps: Iterable[int]) -> dict[str, float | None]:
-    """The metrics of the table over these steps, each by its definition."""
-    rows = loads(run, layer)
-    rows = rows[rows["step"].isin(list(steps))]
-    load = np.stack(rows["load"].to_list()).astype(float)
-    share = load / load.sum(axis=1, keepdims=True)
-    summed = load.sum(axis=0)
-    experts = load.shape[1]
-    log = np.log(share, out=np.zeros_like(share), where=share > 0)
-    prob = np.stack(rows["mean_prob"].to_list()).astype(float)
-    losses = pd.read_parquet(run / "steps").query("phase == 'train'")
-    dropped = rows["dropped"].dropna()
-    return {
-        "cross-entropy (nats per token)": losses[losses["step"].isin(list(steps))]["ce_loss"].mean(),
-        "max_violation, batch": (load.max(axis=1) / load.mean(axis=1) - 1).mean(),
-        "max_violation, window": summed.max() / summed.mean() - 1,
-        "idle experts": float((summed < summed.mean() / 10).sum()),
-        "dead experts": float((summed == 0).sum()),
-        "load entropy": (-(share * log).sum(axis=1) / np.log(experts)).mean(),
-        "router entropy": rows["router_entropy"].mean(),
-        "aux loss, normalised": (experts * (share * prob).sum(axis=1)).mean(),
-        "drop rate": None if dropped.empty else float(np.mean([sum(d) for d in dropped] / load.sum(axis=1))),
-    }
-
-
-def write(
-    folder: Path,
-    run_id: str,
-    steps: Iterable[int],
-    loads_SE: Any,
-    *,
-    layers: tuple[int, ...] = (1,),
-    top_k: int = 1,
-    name: str | None = None,
-    balancer: str = "none",
-    dropped: int | None = None,
-    status: Any = "finished",
-) -> Path:
-    """A run whose every layer has these loads (S, E), or one load (E,) at every step."""
-    steps = list(steps)
-    loads_SE = np.broadcast_to(np.asarray(loads_SE), (len(steps), np.asarray(loads_SE).shape[-1]))
-    num_experts = loads_SE.shape[1]
-    described = [
-        {"index": layer, "kind": "moe", "router": router, "num_experts": num_experts, "top_k": top_k}
-        for router, layer in enumerate(layers)
-    ]
-    text = {"task": "lm", "corpus": [], "vocab_size": 64, "seq_len": 8}
-    manifest = {
-        "name": name or run_id,
-        "config": {"balancer": balancer, **text},
-        "model": {"layers": described},
-    }
-    writer = RunWriter(folder / run_id, manifest=manifest)
-    for step, load_E in zip(steps, loads_SE, strict=True):
-        tokens = int(load_E.sum()) // top_k
-        writer.log_step(step, tokens=tokens, loss=3.0, ce_loss=2.0 + 1 / (step + 1))
-        for router, layer in enumerate(layers):
-            writer.log_layer_stats(
-                step,
-                layer=layer,
-                router=router,
-                tokens=tokens,
-                load=load_E,
-                gate_mass=load_E,
-                mean_prob=load_E / max(load_E.sum(), 1),
-                router_entropy=0.5,
-                dropped=None if dropped is None else np.eye(num_experts, dtype=int)[0] * dropped,
-            )
-    if status == "running":
-        writer.flush()
-    else:
-        writer.finalize(status)
-    return writer.path
 
 
 # ------------------------------------------------------------------------------------------------- the numbers
@@ -184,16 +87,15 @@ def test_the_title_answers_with_the_numbers_of_the_files(samples: Path, compare:
     )
 
 
-def better_loss(steps: range, labels: list[str]) -> str:
-    """Of none and quantile: the lower mean, where it is lower by more than two standard errors of the differences."""
-    losses = []
-    for name in ("none", "quantile"):
-        frame = pq.read_table(SAMPLES / name / "steps").to_pandas()
-        losses.append(frame[(frame.phase == "train") & frame.step.isin(steps)].sort_values("step").ce_loss.to_numpy())
-    difference = losses[1] - losses[0]
-    if abs(difference.mean()) <= 2 * difference.std(ddof=1) / len(difference) ** 0.5:
-        return "equal within noise"
-    return labels[0] if difference.mean() > 0 else labels[1]
+T_95 = 2.776445105  # Student's t of 4 degrees of freedom, two-sided
+
+
+def noise(
+    hand: Sequence[Mapping[str, float | None]], other: Sequence[Mapping[str, float | None]], metric: str
+) -> float:
+    """Half the 95% interval of the mean difference of a metric, from its values in the five stretches."""
+    differences = np.array([b[metric] - a[metric] for a, b in zip(hand, other, strict=True)], float)
+    return T_95 * differences.std(ddof=1) / 5**0.5
 
 
 @pytest.mark.parametrize("layer", [1, 3])
@@ -201,7 +103,11 @@ def test_every_metric_is_that_of_the_files(samples: Path, compare: Compare, laye
     test = compare("none", "quantile", layer=layer)
     table = table_with(test, "better").set_index("metric")
     hand = {name: by_hand(SAMPLES / name, layer, range(350, 400)) for name in ("none", "quantile")}
-    labels = [column for column in table if column not in ("difference", "better", "what it is")]
+    stretches = {
+        name: [by_hand(SAMPLES / name, layer, range(start, start + 10)) for start in range(350, 400, 10)]
+        for name in ("none", "quantile")
+    }
+    labels = list(table)[:2]
     higher = {"load entropy"}
     for metric, line in table.iterrows():
         values = [hand[name][str(metric)] for name in ("none", "quantile")]
@@ -212,11 +118,14 @@ def test_every_metric_is_that_of_the_files(samples: Path, compare: Compare, laye
                 assert line[label] == pytest.approx(value, rel=1e-9)
         if metric in ("router entropy", "aux loss, normalised", "drop rate"):
             assert pd.isna(line["better"])
-        elif metric == "cross-entropy (nats per token)":
-            assert line["better"] == better_loss(range(350, 400), labels)
+        elif values[0] == values[1]:
+            assert line["better"] == "equal"
         else:
-            best = 0 if values[0] == values[1] else int((values[1] < values[0]) != (metric in higher))
-            assert line["better"] == ("equal" if values[0] == values[1] else labels[best])
+            apart = noise(stretches["none"], stretches["quantile"], str(metric))
+            assert line["noise up to"] == pytest.approx(apart, rel=1e-3)
+            best = labels[int((values[1] < values[0]) != (metric in higher))]
+            behind = [two[metric] - one[metric] for one, two in zip(*stretches.values(), strict=True)]
+            assert line["better"] == ("equal within noise" if abs(np.mean(behind)) <= apart else best)
         if None not in values:
             assert line["difference"] == pytest.approx(values[1] - values[0], rel=1e-6)
     assert "the last 50 steps that all these runs recorded (350 to 399)" in words(test)
@@ -329,7 +238,7 @@ def test_one_step_runs_draw_no_slider(shown: Path, compare: Compare) -> None:
     write(shown, "b", [0], [4, 4])
     test = compare("a", "b")
     assert not test.slider
-    assert test.title[0].value == "In run a 1 of 2 experts sits idle in layer 1; in run b none does"
+    assert test.title[0].value == "In run a, 1 of 2 experts sits idle in layer 1; in run b, none does"
     assert "the one step that all these runs recorded (0)" in words(test)
 
 
@@ -337,12 +246,12 @@ def test_different_experts_top_k_and_layers_are_compared_where_that_is_defined(s
     write(shown, "a", range(5), [8, 8, 0, 0], layers=(1, 3))
     write(shown, "b", range(5), [4, 4, 4, 4, 4, 4, 4, 4], layers=(1, 5), top_k=2)
     test = compare("a", "b", layer=1)
-    assert test.title[0].value == "In run a 2 of 4 experts sit idle in layer 1; in run b none does"
+    assert test.title[0].value == "In run a, 2 of 4 experts sit idle in layer 1; in run b, none does"
     assert "Their MoE layers differ." in words(test)
     table = table_with(test, "better").set_index("metric")
     assert table.loc["max_violation, window", ["a", "b"]].tolist() == [1, 0]
     assert pd.isna(table.loc["max_violation, window", "better"]), "bounds differ: 3 and 3 of other experts"
-    assert table.loc["cross-entropy (nats per token)", "better"] == "equal within noise"
+    assert table.loc["cross-entropy (nats per token)", "better"] == "equal"
     assert table.loc["aux loss, normalised", ["a", "b"]].tolist() == [2, 1]
     test = compare("a", "b", layer=5)
     assert "Layer 5 of this run has no experts." in words(test)
@@ -382,7 +291,7 @@ def test_unreadable_and_empty_runs_are_named_and_the_others_compared(shown: Path
     assert len(said) == 2
     assert said[0].startswith("broken cannot be read and is left out")
     assert said[1] == r"Left out\: empty (finished, no load of a training step recorded)." or "empty" in said[1]
-    assert test.title[0].value == "In run a 1 of 2 experts sits idle in layer 1; in run b none does"
+    assert test.title[0].value == "In run a, 1 of 2 experts sits idle in layer 1; in run b, none does"
     assert "last step 2, running" in words(test)
 
 
@@ -421,16 +330,7 @@ def test_runs_of_one_name_and_of_a_strange_one(shown: Path, compare: Compare) ->
     assert "in the other 2 runs none does" in test.title[0].value
 
 
-# -------------------------------------------------------------------------------------------------- arithmetic
-
-
-def test_runs_keep_their_colour_and_never_share_one() -> None:
-    known = [f"run{n}" for n in range(20)]
-    assert comparison.colours(["run3", "run1"], known) == {"run3": 3, "run1": 1}
-    assert comparison.colours(["run1", "run3", "run2"], known)["run3"] == 3
-    clash = comparison.colours(["run1", "run8", "run15"], known)
-    assert clash["run1"] == 1
-    assert len(set(clash.values())) == 3
+# ------------------------------------------------------------------------------------------------------ titles
 
 
 def test_as_many_idle_in_each_run_and_all_alike(shown: Path, compare: Compare) -> None:

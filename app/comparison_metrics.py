@@ -1,0 +1,267 @@
+"""What each run comes to over the shared window, and which run is better where that is defined.
+
+Shape suffixes: S steps of the window, E experts, B stretches of the window, R runs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import streamlit as st
+
+from app import data, layer_keys
+from app.comparison import WINDOW, Compared, Window
+from app.comparison_noise import as_good
+from app.comparison_settings import settings
+from app.layer_stats import LayerStats
+from app.words import listed
+from moe_core import metrics
+from recorder.reader import Run
+from recorder.storage import Place
+
+# What must agree for cross-entropies to measure the same thing: the text and how it is cut into tokens.
+_SAME_TEXT = ("task", "corpus", "vocab_size", "seq_len")
+CE_LOSS = "ce_loss"
+EQUAL, WITHIN_NOISE = "equal", "equal within noise"
+
+
+def _mean(values: Any) -> float | None:
+    finite = np.atleast_1d(np.asarray(values, dtype=np.float64))
+    finite = finite[np.isfinite(finite)]
+    return float(finite.mean()) if finite.size else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _drop_rate(stats: LayerStats, rows: Any) -> float | None:
+    dropped_S = stats.dropped_SE[rows].sum(axis=-1)  # NaN where not recorded
+    return _mean(metrics.drop_rate(dropped_S, stats.load_SE[rows].sum(axis=-1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A line of the metric table: what is better ("lower", "higher" or None), and what must agree for that.
+
+    of  its value over some rows of a layer; None for the cross-entropy, which is of the whole model
+    """
+
+    key: str
+    name: str
+    meaning: str
+    of: Callable[[LayerStats, Any], float | None] | None = None
+    better: str | None = None
+    same_shape: bool = True
+
+
+METRICS = (
+    Metric(
+        key=CE_LOSS,
+        name="cross-entropy (nats per token)",
+        meaning="mean of ce_loss, aux losses not in it",
+        better="lower",
+        same_shape=False,
+    ),
+    Metric(
+        key="max_violation",
+        name="max_violation, batch",
+        meaning="max(load) / mean(load) - 1 of each step, mean of the steps; 0 is balanced, at most E/k - 1",
+        of=lambda stats, rows: _mean(metrics.max_violation(stats.load_SE[rows])),
+        better="lower",
+    ),
+    Metric(
+        key="max_violation_window",
+        name="max_violation, window",
+        meaning="the same of the loads summed over the window, free of the noise of single batches",
+        of=lambda stats, rows: _number(metrics.max_violation(stats.load_SE[rows].sum(axis=0))),
+        better="lower",
+    ),
+    Metric(
+        key="idle_experts",
+        name="idle experts",
+        meaning="below a tenth of the uniform share of the summed loads, dead ones included; at most E",
+        of=lambda stats, rows: _number(metrics.idle_experts(stats.load_SE[rows].sum(axis=0))),
+        better="lower",
+    ),
+    Metric(
+        key="dead_experts",
+        name="dead experts",
+        meaning="no assignment in the window at all; at most E",
+        of=lambda stats, rows: _number(metrics.dead_experts(stats.load_SE[rows].sum(axis=0))),
+        better="lower",
+    ),
+    Metric(
+        key="load_entropy",
+        name="load entropy",
+        meaning="entropy of the shares of the load / ln E, mean of the steps; 1 is balanced, 0 one expert for all",
+        of=lambda stats, rows: _mean(metrics.load_entropy(stats.load_SE[rows])),
+        better="higher",
+    ),
+    Metric(
+        key="router_entropy",
+        name="router entropy",
+        meaning="entropy of each token's router probabilities / ln E, mean; 1 is undecided, 0 is certain",
+        of=lambda stats, rows: _mean(stats.router_entropy_S[rows]),
+    ),
+    Metric(
+        key="aux_loss",
+        name="aux loss, normalised",
+        meaning="E * sum of f_i P_i from load and mean_prob, no coefficient, mean of the steps; 1 is uniform",
+        of=lambda stats, rows: _mean(metrics.aux_loss(stats.load_SE[rows], stats.mean_prob_SE[rows])),
+    ),
+    Metric(
+        key="drop_rate",
+        name="drop rate",
+        meaning="assignments that capacity dropped / all of them, mean of the steps; 0 to 1",
+        of=_drop_rate,
+        better="lower",
+        same_shape=False,
+    ),
+)
+OF_LAYERS = tuple(metric for metric in METRICS if metric.of is not None)
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run comes to over the window.
+
+    ce_loss  mean cross-entropy; None where none was recorded or one is not finite
+    layers   a dict for each layer: key, label, num_experts, top_k and the key of every metric of a layer
+    """
+
+    ce_loss: float | None
+    layers: list[dict[str, Any]]
+
+    def of_layer(self, layer: int) -> Mapping[str, Any]:
+        """The entry of one layer, by its key; {} where the run has no such layer."""
+        return next((entry for entry in self.layers if entry["key"] == layer), {})
+
+    def value(self, metric: Metric, layer: int) -> float | None:
+        """A metric, of `layer` where it is one of a layer; None where there is no value."""
+        return self.ce_loss if metric.of is None else self.of_layer(layer).get(metric.key)
+
+
+def measure(one: Compared, window: Window) -> Measured:
+    """The run over the window, every layer. Cached."""
+    steps = window.steps if window.shared else None
+    return _measure(one.run.path, hash(one.run.fingerprint), steps, one.run)
+
+
+@st.cache_data(max_entries=64, show_spinner=False)
+def _measure(path: Place, fingerprint: int, steps: tuple[int, ...] | None, _run: Run) -> Measured:
+    found = []
+    for key in layer_keys.keys(_run):
+        stats = data.layer_stats(_run, key)
+        entry = {"key": key, "label": stats.label, "num_experts": stats.num_experts, "top_k": stats.top_k}
+        found.append(entry | _values(stats, steps))
+    return Measured(ce_loss=_loss(_run, steps), layers=found)
+
+
+def by_stretch(one: Compared, metric: Metric, layer: int, window: Window) -> list[float] | None:
+    """A metric in each stretch of the window, (B,); None where one of them has no value or the window is too short."""
+    if metric.of is None:
+        values = _losses(one.run, window.stretches)
+    elif layer in one.layers:
+        stats = data.layer_stats(one.run, layer)
+        values = [metric.of(stats, rows) for rows in (np.isin(stats.steps_S, steps) for steps in window.stretches)]
+    else:
+        return None
+    known = [number for number in values if number is not None]
+    return known if known and len(known) == len(values) else None
+
+
+def _values(stats: LayerStats, steps: tuple[int, ...] | None) -> dict[str, float | None]:
+    rows = slice(-WINDOW, None) if steps is None else np.isin(stats.steps_S, steps)
+    if not stats.steps_S[rows].size:
+        return dict.fromkeys((metric.key for metric in OF_LAYERS), None)
+    return {metric.key: metric.of(stats, rows) for metric in OF_LAYERS if metric.of is not None}
+
+
+def _loss(run: Run, steps: tuple[int, ...] | None) -> float | None:
+    frame = data.steps(run)
+    return _losses(run, [tuple(frame["step"].tail(WINDOW)) if steps is None else steps])[0]
+
+
+def _losses(run: Run, each: Sequence[tuple[int, ...]]) -> list[float | None]:
+    """Mean cross-entropy over each of these sets of steps; None where none was recorded or one is not finite."""
+    frame = data.steps(run)
+    recorded_S = frame[CE_LOSS].notna().to_numpy(bool)
+    steps_S = frame["step"].to_numpy(np.int64)[recorded_S]
+    values_S = frame[CE_LOSS].to_numpy(np.float64, na_value=np.nan)[recorded_S]
+    known = [values_S[np.isin(steps_S, steps)] for steps in each]
+    return [_number(some.mean()) if some.size else None for some in known]
+
+
+# --------------------------------------------------------------------------------------------- which one is better
+
+
+def not_comparable(metric: Metric, runs: Sequence[Compared], layer: int, window: Window) -> str | None:
+    """Why a difference of these runs in this metric says nothing; None where it does."""
+    if not window.shared:
+        return "no step is shared"
+    if metric.of is None:
+        each = [settings(one.run.manifest) for one in runs]
+        unlike = [key for key in _SAME_TEXT if len({str(one.get(key)) for one in each}) > 1]
+        unknown = [key for key in _SAME_TEXT if any(key not in one for one in each)]
+        return f"{listed(unlike or unknown)} {'differ' if unlike else 'not known'}" if unlike or unknown else None
+    shapes = {one.shape(layer) for one in runs}
+    if (None, None) in shapes:
+        return "some have no such layer"
+    return "experts or top-k differ" if len(shapes) > 1 and metric.same_shape else None
+
+
+def no_better(metric: Metric, runs: Sequence[Compared], layer: int, window: Window) -> str | None:
+    """Why no run may be called better in this metric; None where one may."""
+    if metric.better is None:
+        return "no side of it is better"
+    reason = not_comparable(metric, runs, layer, window)
+    if reason is None and metric.of is None:
+        active = {(one.run.manifest.get("model") or {}).get("parameters_active") for one in runs}
+        return "active parameters differ" if len(active) > 1 else None
+    return reason
+
+
+def best_runs(
+    metric: Metric, runs: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window
+) -> list[str] | None:
+    """The labels of the best run and of those as good as it within noise; None where that is not defined.
+
+    Noise is judged by the stretches of the window: another run is as good where the 95% interval of its distance from
+    the best one, by the distance in each stretch, holds zero. Where the window is too short for that, only equal
+    values are said to be equal, and nothing else.
+    """
+    values = [one.value(metric, layer) for one in found]
+    known = [number for number in values if number is not None]
+    if no_better(metric, runs, layer, window) is not None or len(known) < len(values):
+        return None
+    if len(set(known)) == 1:
+        return [one.label for one in runs]
+    best = known.index(min(known) if metric.better == "lower" else max(known))
+    stretches = [by_stretch(one, metric, layer, window) for one in runs]
+    reference = stretches[best]
+    if reference is None:
+        return None
+    winners = []
+    for number, (one, other) in enumerate(zip(runs, stretches, strict=True)):
+        if other is None:
+            return None
+        if number == best or as_good(reference, other, str(metric.better)):
+            winners.append(one.label)
+    return winners
+
+
+def better_words(
+    metric: Metric, runs: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window
+) -> Any:
+    """ "aux", "aux and quantile", "equal within noise" or "equal"; None where no run may be called better."""
+    winners = best_runs(metric, runs, found, layer, window)
+    if winners is None:
+        return None
+    if len(winners) < len(runs):
+        return listed(winners)
+    return EQUAL if len({one.value(metric, layer) for one in found}) == 1 else WITHIN_NOISE
