@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from app.figures.labels import category_ticks, number
 from app.figures.theme import Theme, figure_layout, palette
 
-MOST_ROWS = 64
-_MOST_WITH_TEXT = 256  # cells; more are too small for a number
+MOST_ROWS = 32
+_MOST_LARGE = 256  # cells; more are too small for a number and a frame, and get a dot
 _INTENSITY = {  # the hue of shares and weights, as in the other matrices
     "light": [[0.0, "#f2f8f5"], [0.5, "#58ab8c"], [1.0, "#00432f"]],
     "dark": [[0.0, "#16211d"], [0.5, "#2f9673"], [1.0, "#b9f5dd"]],
@@ -37,8 +37,9 @@ def choice_matrix(
     """A cell for each token and expert, darker (on a dark ground lighter) for a higher value.
 
     values_TE: NaN = the row has no route, -inf = the expert is out for this token. order_TR: experts best first, -1 =
-    none; of these num_chosen are chosen (a solid frame), one more is the next best (a dotted one). dropped_TE: chosen,
-    but over capacity (a cross). Of more than MOST_ROWS tokens the first are drawn, and the note says so.
+    none; of these num_chosen are chosen (a solid frame), one more is the next best (a dotted one); with many cells the
+    chosen get a dot. dropped_TE: chosen, but over capacity (a cross). Of more than MOST_ROWS tokens the first are drawn,
+    and the note says so.
     """
     p = palette(theme)
     T, E = values_TE.shape
@@ -47,7 +48,6 @@ def choice_matrix(
     tokens, experts = [str(token) for token in range(shown)], [str(expert) for expert in range(E)]
     place_TE = _places(order_TR[:shown], E)
     said = np.array([[_said(values_TE[t, e], place_TE[t, e], num_chosen) for e in range(E)] for t in range(shown)])
-    with_text = shown * E <= _MOST_WITH_TEXT
     low, high = (np.nanmin(finite_TE), np.nanmax(finite_TE)) if np.isfinite(finite_TE).any() else (0.0, 1.0)
     fig = go.Figure(
         go.Heatmap(
@@ -56,23 +56,24 @@ def choice_matrix(
             z=finite_TE,
             zmin=float(low),
             zmax=float(high if high > low else low + 1),
-            text=[[_cell(values_TE[t, e]) for e in range(E)] for t in range(shown)] if with_text else None,
-            texttemplate="%{text}" if with_text else None,
-            textfont={"size": 13 if E <= 10 else 11},
             customdata=said,
             colorscale=_INTENSITY[theme],
             hoverongaps=True,
-            xgap=2,
-            ygap=2,
+            xgap=2 if E <= 16 else 1,
+            ygap=2 if E <= 16 else 1,
             hovertemplate=f"token %{{y}}, expert %{{x}}<br>{value_name} %{{customdata}}<extra></extra>",
             showscale=False,
         )
     )
-    frames = []
-    for token, expert in zip(*np.nonzero(place_TE >= 0), strict=True):
-        frames.append(_frame(int(token), int(expert), place_TE[token, expert] < num_chosen, theme))
-    if len(frames) <= 1024:  # more shapes than that are slow to draw
-        fig.update_layout(shapes=frames)
+    large = shown * E <= _MOST_LARGE
+    rows, columns = np.nonzero(place_TE >= 0)
+    chosen_N = place_TE[rows, columns] < num_chosen
+    if large:
+        fig.add_trace(_texts(values_TE[:shown], (finite_TE - low) / max(high - low, 1e-9), theme))
+        cells = zip(rows.tolist(), columns.tolist(), chosen_N.tolist(), strict=True)
+        fig.update_layout(shapes=[_frame(*cell, theme) for cell in cells])
+    else:
+        fig.add_trace(_dots(rows[chosen_N], columns[chosen_N], theme))
     if dropped_TE is not None and dropped_TE[:shown].any():
         rows, columns = np.nonzero(dropped_TE[:shown])
         fig.add_trace(
@@ -80,7 +81,7 @@ def choice_matrix(
                 x=[experts[column] for column in columns],
                 y=[tokens[row] for row in rows],
                 mode="markers",
-                marker={"symbol": "x-thin", "size": 20, "line": {"color": _FRAME[theme], "width": 2.5}},
+                marker={"symbol": "x-thin", "size": 20 if large else 7, "line": {"color": _FRAME[theme], "width": 2}},
                 hoverinfo="skip",
                 name="dropped",
                 showlegend=False,
@@ -90,7 +91,7 @@ def choice_matrix(
         fig,
         title=title,
         theme=theme,
-        note=_note(T, shown, place_TE, num_chosen, dropped_TE),
+        note=_note(T, shown, large, bool((place_TE >= num_chosen).any()), dropped_TE),
         height=int(np.clip(shown * 34, 120, 640)) + 56,
         legend=False,
         x_title="expert",
@@ -98,7 +99,7 @@ def choice_matrix(
         wrap_at=wrap_at,
     )
     fig.update_layout(plot_bgcolor=p.no_data)
-    for axis, labels, most in ((fig.update_xaxes, experts, 32), (fig.update_yaxes, tokens, 32)):
+    for axis, labels, most in ((fig.update_xaxes, experts, 16), (fig.update_yaxes, tokens, 32)):
         axis(
             type="category",
             categoryorder="array",
@@ -111,6 +112,24 @@ def choice_matrix(
     fig.update_xaxes(range=[-0.5, E - 0.5])
     fig.update_yaxes(range=[shown - 0.5, -0.5])
     return fig
+
+
+def _texts(values_TE: NDArray[np.float32], share_TE: NDArray[np.float64], theme: Theme) -> go.Scatter:
+    """The numbers in the cells, each in the ink that its ground calls for: plotly's own choice is too pale on green."""
+    T, E = values_TE.shape
+    pale = share_TE < 0.4 if theme == "light" else share_TE > 0.45
+    ink_TE = np.where(pale, "#1f2328", "#ffffff")
+    ink_TE[np.isnan(share_TE)] = palette(theme).text
+    return go.Scatter(
+        x=np.tile([str(expert) for expert in range(E)], T).tolist(),
+        y=np.repeat([str(token) for token in range(T)], E).tolist(),
+        text=[_cell(float(value)) for value in values_TE.ravel()],
+        mode="text",
+        textfont={"size": 13 if E <= 10 else 10, "color": ink_TE.ravel().tolist()},
+        hoverinfo="skip",
+        showlegend=False,
+        name="numbers",
+    )
 
 
 def _places(order_TR: NDArray[np.int64], num_experts: int) -> NDArray[np.int64]:
@@ -142,11 +161,21 @@ def _frame(token: int, expert: int, chosen: bool, theme: Theme) -> dict[str, Any
     return {"type": "rect", "line": line, "fillcolor": "rgba(0,0,0,0)", **ends}
 
 
-def _note(
-    T: int, shown: int, place_TE: NDArray[np.int64], num_chosen: int, dropped_TE: NDArray[np.bool_] | None
-) -> str:
-    parts = ["Framed: chosen."]
-    if (place_TE >= num_chosen).any():
+def _dots(rows_N: NDArray[np.int64], columns_N: NDArray[np.int64], theme: Theme) -> go.Scatter:
+    return go.Scatter(
+        x=[str(column) for column in columns_N],
+        y=[str(row) for row in rows_N],
+        mode="markers",
+        marker={"size": 5, "color": _FRAME[theme]},
+        hoverinfo="skip",
+        showlegend=False,
+        name="chosen",
+    )
+
+
+def _note(T: int, shown: int, large: bool, with_next: bool, dropped_TE: NDArray[np.bool_] | None) -> str:
+    parts = ["Framed: chosen." if large else "A dot: chosen."]
+    if large and with_next:
         parts.append("Dotted: the next best, whose value is the threshold.")
     if dropped_TE is not None and dropped_TE[:shown].any():
         parts.append("Crossed: dropped, the expert is full.")

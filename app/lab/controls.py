@@ -1,4 +1,4 @@
-"""The controls of the Routing lab: the row above the picture, the buttons below it, and the sliders of bias and capacity.
+"""The controls of the Routing lab: the row above the picture, the buttons below it, sliders of bias and capacity.
 
 Every change is a new `Lab`, kept in the URL, and can be undone.
 """
@@ -30,19 +30,19 @@ def head(lab: Lab) -> None:
             format_func=lambda name: PRESETS[name].label,
             key=f"{KEY}preset",
             on_change=_take_preset,
-            width=270,
+            width=185,
         )
-        _pick("router", "Router", ROUTERS, lab, width=210, help=_ROUTER_HELP)
-        with st.container(width=190):
-            slider("top_k", "Experts for a token, k", 1, lab.batch.num_experts, 1, lab.settings.top_k)
-        _pick("balancer", "Balancer", BALANCERS, lab, width=260, help=_BALANCER_HELP)
-        with st.popover("Set values", icon=":material/tune:", width="content"):
+        _pick("router", "Router", ROUTERS, lab, width=165, help=_ROUTER_HELP)
+        with st.container(width=105):
+            slider("top_k", "Top-k", 1, lab.batch.num_experts, 1, lab.settings.top_k)
+        _pick("balancer", "Balancer", BALANCERS, lab, width=175, help=_BALANCER_HELP)
+        with st.popover("Values", icon=":material/tune:", width="content"):
             value_fields.fields(lab)
 
 
 _ROUTER_HELP = (
-    "How logits become scores and weights. Softmax scores of a token add up to 1; sigmoid scores each expert on its "
-    "own. Under expert choice the experts pick their tokens."
+    "How logits become scores and weights, and in which order. Softmax scores of a token add up to 1; sigmoid scores "
+    "each expert on its own. Under expert choice the experts pick their tokens."
 )
 _BALANCER_HELP = (
     "What keeps the load even: a loss that pushes the router, or a bias that changes the choice alone. On one machine "

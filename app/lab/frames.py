@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from app.lab import steps
 from app.lab.run import Outcome
 from app.lab.settings import Settings
+from app.words import NONE
 from moe_core.metrics import load_ratio
 
 FOLLOWED = {  # the stages of one token, in order, and how each comes from those before
@@ -79,6 +80,19 @@ def followed(outcome: Outcome, ranking: steps.Ranking, settings: Settings, token
     frame.insert(0, "stage", list(rows))
     frame.insert(1, "how", [how(stage, settings) for stage in rows])
     return frame
+
+
+def as_text(stages: pd.DataFrame) -> pd.DataFrame:
+    """`followed` as the page shows it: places whole, other numbers with four decimals, "out" for -inf, "-" for none."""
+
+    def written(number: float, digits: int) -> str:
+        return NONE if np.isnan(number) else "out" if np.isneginf(number) else f"{number:.{digits}f}"
+
+    shown = stages.copy()
+    for name in shown.columns[2:]:
+        digits_S = np.where(shown["stage"] == "place", 0, 4)
+        shown[name] = [written(number, digits) for number, digits in zip(stages[name], digits_S, strict=True)]
+    return shown
 
 
 def how(stage: str, settings: Settings) -> str:
@@ -201,3 +215,11 @@ def gaps(outcome: Outcome, settings: Settings) -> pd.DataFrame | None:
     """A row for each token: its threshold and, for each expert, threshold - score; None where there is no threshold."""
     update = steps.quantile_update(outcome, settings)
     return None if update is None else by_expert(update.gap_TE, threshold=outcome.threshold_T)
+
+
+def gaps_in_order(update: steps.QuantileUpdate) -> pd.DataFrame:
+    """Each expert's gaps in ascending order, the row of the quantile marked."""
+    frame = by_expert(update.sorted_NE).rename(columns={"token": "number"})
+    frame["number"] += 1
+    frame.insert(1, "which", np.where(frame["number"] == update.rank + 1, "quantile", ""))
+    return frame

@@ -146,7 +146,7 @@ def written(value: float) -> str:
     """A float32 in as few digits as tell it from its neighbours: "0.3", "-inf", "nan"."""
     if not np.isfinite(value):
         return str(float(value))
-    return np.format_float_positional(np.float32(value), unique=True, trim="-")
+    return np.format_float_positional(np.float32(value) + 0, unique=True, trim="-")  # + 0 makes -0 a 0
 
 
 def _written(value: Any) -> str:

@@ -25,7 +25,7 @@ def table(lab: Lab) -> None:
         "real": st.column_config.CheckboxColumn("real", help="Off: padding, which takes no expert and never counts."),
         **{
             name: st.column_config.TextColumn(
-                name, validate=_NUMBER, width="small", help='A number; also "nan", "inf" and "-inf".'
+                name, validate=_NUMBER, alignment="right", help='A number; also "nan", "inf" and "-inf".'
             )
             for name in _names(batch)
         },

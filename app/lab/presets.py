@@ -50,7 +50,7 @@ def _logit(score: float) -> float:
 
 PRESETS: dict[str, Preset] = {
     "collapse": Preset(
-        label="Collapse onto one expert",
+        label="Collapse",
         look="Expert 2 is ahead in six of eight rows. The quantile balancer finds, in one step, the bias that evens it "
         "out: press *Apply the update*.",
         rows=[
@@ -99,7 +99,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "padding": Preset(
-        label="Padding that must not count",
+        label="Padding",
         look="Tokens 2 to 5 are padding: they take no expert, and neither load nor aux loss sees them. Counted by "
         "mistake, the loads would be 5 and 1, and the aux loss 1.34.",
         rows=[[2, 0], [0, 2], [2, 0], [2, 0], [2, 0], [2, 0]],
@@ -107,14 +107,14 @@ PRESETS: dict[str, Preset] = {
         options={"balancer": "aux"},
     ),
     "six-of-eight": Preset(
-        label="Aux loss, f and P",
+        label="Aux loss, by hand",
         look="Six tokens are sure of expert 0, two of expert 1. The aux loss is 2.396 times what even use would give; "
         "1.416 would mean that the softmax was applied twice.",
         rows=[[4, 0, 0, 0]] * 6 + [[0, 4, 0, 0]] * 2,
         options={"balancer": "aux"},
     ),
     "bias-chooses": Preset(
-        label="The bias chooses, the score weighs",
+        label="Bias against score",
         look="A bias of 0.3 lifts expert 2 to first place, yet its weight comes from its own score: 0.4 / (0.4 + 0.6).",
         rows=[[_logit(0.6), 0.0, _logit(0.4)]],
         bias=(0.0, 0.0, 0.3),
@@ -128,7 +128,7 @@ PRESETS: dict[str, Preset] = {
         options={"capacity_factor": 1.0},
     ),
     "broken": Preset(
-        label="Rows that cannot be routed",
+        label="Invalid rows",
         look="Token 1 is NaN throughout, token 3 in one place, token 5 has no finite logit. They get no expert and "
         "are counted apart; the other rows are as they would be without them.",
         rows=[
@@ -143,14 +143,14 @@ PRESETS: dict[str, Preset] = {
         options={"top_k": 2, "balancer": "z"},
     ),
     "zero-router": Preset(
-        label="A router of zeros, 8 experts",
+        label="Zero router, 8",
         look="All 1,000 rows are ties, and ties go to the lowest numbers: experts 0 and 1 take everything. That is a "
-        "true collapse, and shows as one.",
+        "true collapse, and shows as one. The aux loss reads 1 all the same, as no probability leans anywhere.",
         rows=np.zeros((1000, 8)),
         options={"top_k": 2, "balancer": "sign-bias"},
     ),
     "zero-router-64": Preset(
-        label="A router of zeros, 64 experts",
+        label="Zero router, 64",
         look="The same with top-8 of 64: experts 0 to 7 take everything, the other 56 nothing.",
         rows=np.zeros((1000, 64)),
         options={"top_k": 8, "balancer": "sign-bias"},

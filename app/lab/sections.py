@@ -12,7 +12,7 @@ from app import charts
 from app.lab import controls, frames, logit_table, steps
 from app.lab.lab import Lab
 from app.lab.run import Outcome
-from app.words import count, percent, value
+from app.words import NONE, count, percent, value
 
 _MOST_ROWS = 64  # of a batch's table; the browser is not sent a thousand equal rows
 _FOUR = st.column_config.NumberColumn(format="%.4f")
@@ -21,16 +21,13 @@ _FOUR = st.column_config.NumberColumn(format="%.4f")
 def given(lab: Lab) -> None:
     """The table of logits, and sliders for one logit and for the bias."""
     st.subheader("1. The router's logits", anchor=False)
-    left, right = st.columns([3, 2], gap="large")
-    with left:
-        logit_table.table(lab)
-    with right:
-        st.write(
-            "A router is one matrix: it gives each token a number for each expert, its **logit**. The higher, the "
-            "better the expert suits. Type other numbers into the table, or move one with the slider."
-        )
-        logit_table.one_logit(lab)
-        st.caption("The address of this page holds all of it: the table, the bias and every setting.")
+    st.write(
+        "A router is one matrix: it gives each token a number for each expert, its **logit**. The higher, the better "
+        "the expert suits. Type other numbers into the table, or move one with the slider. The address of this page holds "
+        "all of it: the table, the bias and every setting."
+    )
+    logit_table.table(lab)
+    logit_table.one_logit(lab)
 
 
 def one_token(lab: Lab, outcome: Outcome, ranking: steps.Ranking) -> None:
@@ -39,29 +36,32 @@ def one_token(lab: Lab, outcome: Outcome, ranking: steps.Ranking) -> None:
     st.subheader(f"2. Token {token}, from logits to weights", anchor=False)
     st.write(_followed_in_words(lab, outcome))
     st.latex(_score_formula(lab))
-    frame = frames.followed(outcome, ranking, settings, token)
-    charts.table(frame, key="lab_token", columns=dict.fromkeys(map(str, frame.columns[2:]), _FOUR))
+    frame = frames.as_text(frames.followed(outcome, ranking, settings, token))
+    right = st.column_config.TextColumn(alignment="right")
+    charts.table(frame, key="lab_token", columns=dict.fromkeys(map(str, frame.columns[2:]), right))
 
 
 def all_tokens(lab: Lab, outcome: Outcome, ranking: steps.Ranking) -> None:
     """The same for the whole batch: scores, what was ranked, and every assignment's weight."""
     st.subheader("3. Every token: scores, ranking, weights", anchor=False)
     settings = lab.settings
-    scores, ranked, weights = st.columns(3, gap="medium")
-    with scores:
-        st.write("**Scores**, without noise and bias. Losses and weights come from these.")
+    names = ["Scores", "What is ranked", "Weights", *["Noise"] * (outcome.noisy_TE is not None)]
+    tabs = dict(zip(names, st.tabs(names), strict=True))
+    with tabs["Scores"]:
+        st.write("Before noise and bias: what the losses see.")
         _table(frames.by_expert(outcome.scores_TE, sum=outcome.scores_TE.sum(-1)), "lab_scores")
-    with ranked:
+    with tabs["What is ranked"]:
         _ranked(lab, outcome, ranking)
-    with weights:
-        st.write("**Weights**: how the chosen experts' outputs are mixed. " + _weights_in_words(lab))
+    with tabs["Weights"]:
+        st.write("How the outputs of the chosen experts are mixed. " + _weights_in_words(lab))
         _table(frames.assignments(outcome), "lab_weights")
     if outcome.noisy_TE is not None:
-        st.write(
-            f"**Logits with noise** of standard deviation {value(settings.noise_std)}. Selection and weights see it, "
-            "losses do not."
-        )
-        _table(frames.by_expert(outcome.noisy_TE), "lab_noisy")
+        with tabs["Noise"]:
+            st.write(
+                f"Logits with normal noise of standard deviation {value(settings.noise_std)}, as in training. "
+                "Selection and weights see it, losses do not."
+            )
+            _table(frames.by_expert(outcome.noisy_TE), "lab_noisy")
 
 
 def bias(lab: Lab, outcome: Outcome) -> None:
@@ -84,33 +84,25 @@ def bias(lab: Lab, outcome: Outcome) -> None:
 def load(lab: Lab, outcome: Outcome) -> None:
     """Load, max violation and capacity."""
     st.subheader("5. Load and capacity", anchor=False)
-    left, right = st.columns([3, 2], gap="large")
     k, E, T = lab.settings.top_k, lab.batch.num_experts, outcome.num_routed
+    uniform = T * k / E
+    st.write(
+        f"The **load** counts assignments. Even use would give each expert T k / E = {T:,} x {k} / {E} = "
+        f"{value(uniform)}. Max violation says how far the busiest is above that."
+    )
+    st.latex(r"\text{MaxVio} = \frac{\max_e c_e}{\frac{1}{E}\sum_e c_e} - 1 \;\le\; \frac{E}{k} - 1")
+    _table(frames.loads(outcome), "lab_load")
+    left, right = st.columns([1, 2], gap="large")
     with left:
-        _table(frames.loads(outcome), "lab_load")
-    with right:
-        uniform = T * k / E
-        st.write(
-            f"The **load** counts assignments. Even use would give each expert T k / E = {T:,} x {k} / {E} = "
-            f"{value(uniform)}. Max violation says how far the busiest is above that."
-        )
-        st.latex(r"\text{MaxVio} = \frac{\max_e c_e}{\frac{1}{E}\sum_e c_e} - 1 \;\le\; \frac{E}{k} - 1")
         controls.capacity(lab)
-        if outcome.capacity is None:
-            st.write("No limit: every expert takes all it is given.")
-            return
+    with right:
+        st.write(_capacity_in_words(lab, outcome))
+    if outcome.capacity is not None:
         s = lab.settings
-        raw = uniform * s.capacity_factor
         st.latex(
             r"\text{capacity} = \min(\max(\lceil T k / E \cdot \text{factor} \rceil,\ \text{smallest}),\ T)"
-            rf" = \min(\max(\lceil {raw:.4g} \rceil, {s.min_capacity}), {T}) = {outcome.capacity}"
-        )
-        dropped = int(outcome.dropped_E.sum()) if outcome.dropped_E is not None else 0
-        total = int(outcome.load_E.sum())
-        share = percent(dropped / total, 1) if total else "-"
-        st.write(
-            f"{count(dropped, 'assignment').capitalize()} dropped, {share} of {total:,}. A dropped one adds nothing to "
-            "the output; its token passes by, and the load still counts it."
+            rf" = \min(\max(\lceil {uniform * s.capacity_factor:.4g} \rceil, {s.min_capacity}), {T}) "
+            rf"= {outcome.capacity}"
         )
 
 
@@ -126,7 +118,7 @@ def losses(lab: Lab, outcome: Outcome) -> None:
             + (" Soft: P stands in for f." if s.balancer.startswith("soft") else "")
             + _level_in_words(lab, outcome)
         )
-        st.latex(r"L_\text{aux} = E \sum_e f_e P_e, \quad f_e = \frac{c_e}{T k}, \quad P_e = \frac1T \sum_t p_{t,e}")
+        st.latex(r"L = E \sum_e f_e P_e, \;\; f_e = \frac{c_e}{T k}, \;\; P_e = \frac1T \sum_t p_{t,e}")
         _table(frames.shares(outcome, s), "lab_aux")
     with right:
         st.write(
@@ -183,22 +175,19 @@ def _quantile(lab: Lab, outcome: Outcome) -> None:
     st.latex(
         r"r_{t,e} = \alpha_t - s_{t,e}, \qquad q_e = \text{quantile}_{k/E}(r_{\cdot,e}), \qquad b_e = q_e - \bar q"
     )
-    left, right = st.columns(2, gap="large")
-    with left:
-        st.write("**Gaps**, threshold - score, for each token that counts:")
+    by_token, in_order = st.tabs(["Gaps by token", "Gaps in order"])
+    with by_token:
         _table(gaps, "lab_gaps")
-    with right:
-        place = update.rank + 1
-        st.write(
-            f"Of {n:,} gaps in order the quantile is number 1 + ceil({k} x {n - 1:,} / {E}) = {place:,}"
-            + (
-                f", of which the histogram with {lab.settings.num_bins:,} bins keeps the middle of its bin"
-                if update.bin_E is not None
-                else ""
-            )
-            + f". Mean of the quantiles: {value(update.mean, 4)}."
-        )
-        _table(found, "lab_quantile")
+    with in_order:
+        _table(frames.gaps_in_order(update), "lab_gaps_in_order")
+    bins = ""
+    if update.bin_E is not None:
+        bins = f", of which the histogram with {lab.settings.num_bins:,} bins keeps the middle of its bin"
+    st.write(
+        f"Of an expert's {n:,} gaps in ascending order the quantile is number 1 + ceil({k} x {n - 1:,} / {E}) = "
+        f"{update.rank + 1:,}{bins}. Mean of the quantiles: {value(update.mean, 4)}."
+    )
+    _table(found, "lab_quantile")
 
 
 def _gradient(lab: Lab, outcome: Outcome) -> None:
@@ -222,7 +211,7 @@ def _gradient(lab: Lab, outcome: Outcome) -> None:
 
 def _followed_in_words(lab: Lab, outcome: Outcome) -> str:
     token = lab.settings.spot_token
-    which = "Choose another token beside the table above."
+    which = "Another token can be chosen below the table of logits."
     if not lab.batch.mask_T[token]:
         return f"Token {token} is padding: it takes no expert and is counted nowhere. {which}"
     if outcome.invalid_T[token]:
@@ -274,6 +263,17 @@ def _weights_in_words(lab: Lab) -> str:
     else:
         said = "The chosen scores as they are."
     return said + (f" Then times {value(settings.scaling)}." if settings.scaling != 1 else "")
+
+
+def _capacity_in_words(lab: Lab, outcome: Outcome) -> str:
+    if outcome.capacity is None or outcome.dropped_E is None:
+        return "No limit: every expert takes all it is given. Raise the factor to set one."
+    dropped, total = int(outcome.dropped_E.sum()), int(outcome.load_E.sum())
+    share = percent(dropped / total, 1) if total else NONE
+    return (
+        f"An expert takes at most {count(outcome.capacity, 'assignment')}. Dropped: {dropped:,} of {total:,}, {share}. "
+        "A dropped one adds nothing to the output; its token passes by, and the load still counts it."
+    )
 
 
 def _ranked(lab: Lab, outcome: Outcome, ranking: steps.Ranking) -> None:

@@ -21,14 +21,27 @@ def title(outcome: Outcome, settings: Settings) -> str:
 
 
 def update(outcome: Outcome, lab: Lab) -> str:
-    """What the update does to this batch: "Max violation goes from 2 to 0 on this batch." """
+    """What the update does to this batch: "The update takes max violation on this batch from 2 to 0." """
     before, after = (float(max_violation(load_E)) for load_E in (outcome.load_E, outcome.next_load_E))
     applied = f"{count(lab.applied, 'update')} applied so far. " if lab.applied else ""
+    one = "The next" if lab.applied else "The update"
     if outcome.num_routed == 0:
         return f"{applied}There is no token to learn from."
     if np.array_equal(outcome.load_E, outcome.next_load_E):
-        return f"{applied}One more leaves every choice in this batch as it is: max violation stays at {value(before)}."
-    return f"{applied}One more takes max violation on this batch from {value(before)} to {value(after)}."
+        return f"{applied}{one} leaves every choice in this batch as it is: max violation stays at {value(before)}."
+    if before == after:
+        return f"{applied}{one} moves choices, yet max violation stays at {value(before)}."
+    return f"{applied}{one} takes max violation on this batch from {value(before)} to {value(after)}."
+
+
+def refusal(error: ValueError, settings: Settings) -> str:
+    """Why moe_core refuses these settings, and what to choose instead."""
+    if settings.router == "softmax-after" and settings.top_k == 1:
+        return (
+            "With k = 1 a softmax over the one chosen expert makes every weight 1, so that the router gets no gradient "
+            "and learns nothing. Choose a higher k, or another router."
+        )
+    return f"{str(error)[:1].upper()}{str(error)[1:]}. Choose another router, balancer or k."
 
 
 def _who(outcome: Outcome, settings: Settings) -> str:

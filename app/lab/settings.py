@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 ROUTERS = {
-    "softmax": "Softmax, then top-k",
-    "softmax-after": "Top-k, then softmax",
-    "sigmoid": "Sigmoid, then top-k",
+    "softmax": "Softmax, top-k",
+    "softmax-after": "Top-k, softmax",
+    "sigmoid": "Sigmoid, top-k",
     "expert-choice": "Expert choice",
 }
 BALANCERS = {
     "none": "None",
-    "aux": "Aux loss, over the batch",
-    "sequence-aux": "Aux loss, in each sequence",
-    "global-aux": "Aux loss, over the whole step",
-    "soft-aux": "Soft aux loss, over the batch",
-    "soft-sequence-aux": "Soft aux loss, in each sequence",
-    "z": "Router z-loss",
+    "aux": "Aux loss",
+    "sequence-aux": "Aux, by sequence",
+    "global-aux": "Aux, whole step",
+    "soft-aux": "Soft aux",
+    "soft-sequence-aux": "Soft, by sequence",
+    "z": "Z-loss",
     "sign-bias": "Sign bias",
     "quantile": "Quantile bias",
 }

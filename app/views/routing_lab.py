@@ -27,8 +27,8 @@ def render() -> None:
         with st.spinner("Loading PyTorch, once for this server"):
             outcome = run.run(lab)
     except ValueError as error:
-        head.title("This router and balancer do not go together")
-        st.error(f"{plain(_sentence(str(error)))}. Choose another above.", icon=":material/error:")
+        head.title("These settings do not go together")
+        st.error(plain(sentences.refusal(error, lab.settings)), icon=":material/error:")
         controls.actions(lab, can_apply=False)
         sections.given(lab)
         return
@@ -80,9 +80,10 @@ def _large_numbers(lab: Lab, outcome: run.Outcome) -> None:
         "small one.",
     )
     columns[3].metric(
-        "Changed by the bias",
+        "Rerouted",
         NONE if outcome.rerouted is None else percent(outcome.rerouted / max(int(outcome.load_E.sum()), 1)),
-        help="Assignments that would have gone to another expert without the selection bias, over all assignments.",
+        help="What the bias changed: assignments that would have gone to another expert without it, over all "
+        "assignments.",
     )
     columns[4].metric(
         "Dropped",
@@ -106,7 +107,7 @@ def _pictures(lab: Lab, outcome: run.Outcome, ranking: steps.Ranking) -> None:
                 title="Each expert takes its best tokens" if by_experts else _choice_title(settings.top_k, name),
                 dropped_TE=_dropped(outcome),
                 theme=charts.theme(),
-                wrap_at=60,
+                wrap_at=46,
             ),
             key="lab_choices",
             alt=f"Tokens by experts, the {name} of each, the chosen ones framed.",
@@ -122,7 +123,7 @@ def _pictures(lab: Lab, outcome: run.Outcome, ranking: steps.Ranking) -> None:
                 theme=charts.theme(),
                 bias_E=bias_E,
                 colorbar=False,
-                wrap_at=40,
+                wrap_at=30,
             ),
             key="lab_loads",
             alt="Bars of each expert's load over the even share" + (", and its bias." if bias_E is not None else "."),
@@ -143,7 +144,3 @@ def _dropped(outcome: run.Outcome) -> np.ndarray | None:
     tokens, slots = np.nonzero((outcome.expert_ids_TK >= 0) & ~outcome.kept_TK)
     dropped_TE[tokens, outcome.expert_ids_TK[tokens, slots]] = True
     return dropped_TE
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
