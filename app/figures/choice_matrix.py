@@ -38,8 +38,8 @@ def choice_matrix(
 
     values_TE: NaN = the row has no route, -inf = the expert is out for this token. order_TR: experts best first, -1 =
     none; of these num_chosen are chosen (a solid frame), one more is the next best (a dotted one); with many cells the
-    chosen get a dot. dropped_TE: chosen, but over capacity (a cross). Of more than MOST_ROWS tokens the first are drawn,
-    and the note says so.
+    chosen get a dot. dropped_TE: chosen, but over capacity (a cross). Of more than MOST_ROWS tokens the first are
+    drawn, and the note says so.
     """
     p = palette(theme)
     T, E = values_TE.shape

@@ -14,7 +14,8 @@ from app.lab.choices import KEY, change, current, fill, set_value, slider
 from app.lab.lab import Lab, number, written
 
 _EDITOR = "_lab_editor"  # what the table of logits began with, and what it shows
-_NUMBER = r"^\s*(-?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|-?inf|nan)?\s*$"
+# What a number looks like while it is typed, letter by letter: the browser drops a letter that fits no pattern.
+_NUMBER = r"^\s*-?(\d*\.?\d*([eE][-+]?\d*)?|i(nf?)?|n(an?)?)\s*$"
 _MOST_ROWS = 64  # of a batch that is only shown
 
 

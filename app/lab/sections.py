@@ -23,8 +23,8 @@ def given(lab: Lab) -> None:
     st.subheader("1. The router's logits", anchor=False)
     st.write(
         "A router is one matrix: it gives each token a number for each expert, its **logit**. The higher, the better "
-        "the expert suits. Type other numbers into the table, or move one with the slider. The address of this page holds "
-        "all of it: the table, the bias and every setting."
+        "the expert suits. Type other numbers into the table, or move one with the slider. The address of this page "
+        "holds all of it: the table, the bias and every setting."
     )
     logit_table.table(lab)
     logit_table.one_logit(lab)

@@ -7,7 +7,7 @@ import numpy as np
 import streamlit as st
 
 from app import charts, state
-from app.figures.choice_matrix import choice_matrix
+from app.figures.choice_matrix import MOST_ROWS, choice_matrix
 from app.figures.load_bars import load_bars
 from app.lab import choices, controls, frames, run, sections, sentences, steps
 from app.lab.lab import Lab
@@ -96,6 +96,7 @@ def _pictures(lab: Lab, outcome: run.Outcome, ranking: steps.Ranking) -> None:
     left, right = st.columns([3, 2], gap="large")
     settings = lab.settings
     by_experts = settings.router == "expert-choice"
+    drawn = frames.assignments(outcome)
     name = "score" if by_experts else "corrected logit" if settings.router == "softmax-after" else "corrected score"
     with left:
         charts.show(
@@ -111,10 +112,10 @@ def _pictures(lab: Lab, outcome: run.Outcome, ranking: steps.Ranking) -> None:
             ),
             key="lab_choices",
             alt=f"Tokens by experts, the {name} of each, the chosen ones framed.",
-            numbers=frames.assignments(outcome),
+            numbers=drawn[drawn["token"] < MOST_ROWS],
         )
     with right:
-        bias_E = outcome.bias_E if outcome.bias_E is not None else None
+        bias_E = outcome.bias_E
         charts.show(
             load_bars(
                 outcome.load_E,
