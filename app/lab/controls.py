@@ -45,8 +45,9 @@ _ROUTER_HELP = (
     "each expert on its own. Under expert choice the experts pick their tokens."
 )
 _BALANCER_HELP = (
-    "What keeps the load even: a loss that pushes the router, or a bias that changes the choice alone. On one machine "
-    "a step without micro-batches makes the aux loss over the whole step that over the batch."
+    "What keeps the load even: a loss that pushes the router, or a bias that changes the choice alone. By sequence: f "
+    "and P are taken in each sequence. Whole step: f counts every micro-batch since the last optimizer step. Soft: P "
+    "in place of f."
 )
 
 

@@ -99,7 +99,8 @@ def how(stage: str, settings: Settings) -> str:
     """How a stage of `followed` comes about under these settings, in a few words."""
     after = settings.router == "softmax-after"
     if stage == "score":
-        return _SCORE[settings.router]
+        noisy = settings.noise_std > 0 and settings.router != "expert-choice"
+        return _SCORE[settings.router] + (", with noise" if noisy else "")
     if stage == "place" and settings.router == "expert-choice":
         return "among the expert's tokens, 1 = highest score"
     if stage == "corrected" and settings.num_groups == settings.top_groups:

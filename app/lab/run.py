@@ -20,9 +20,10 @@ from app.lab.settings import Settings
 
 if TYPE_CHECKING:
     from moe_core.balancers import Balancer
+    from moe_core.routers import Router
     from moe_core.routing import Routing
 
-_NOISE = threading.Lock()  # torch has one random generator, which the sessions of this server share
+_RANDOM = threading.Lock()  # torch has one random generator, which the sessions of this server share
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,34 +156,38 @@ def _forward(lab: Lab, balancer: Balancer) -> tuple[Routing, float | None, Float
 
 
 def _route(lab: Lab, settings: Settings, logits_TE: Any = None, bias_E: Any = None) -> Routing:
+    """The batch under these settings; by default with the lab's own logits and a bias set by hand."""
     import torch
 
-    from moe_core.expert_choice import ExpertChoiceRouter
-    from moe_core.routers import Router, TopKRouter
-
-    E, k = lab.batch.num_experts, settings.top_k
-    router: Router
-    if settings.router == "expert-choice":
-        router = ExpertChoiceRouter(1, E, k, routed_scaling_factor=settings.scaling)
-    else:
-        router = TopKRouter(
-            1,  # the logits are given: no token has a width here
-            E,
-            k,
-            score_function="sigmoid" if settings.router == "sigmoid" else "softmax",
-            softmax_after_top_k=settings.router == "softmax-after",
-            renormalize=settings.renormalizes,
-            routed_scaling_factor=settings.scaling,
-            noise_std=settings.noise_std,
-            num_groups=settings.num_groups,
-            top_groups=settings.top_groups,
-        )
     if logits_TE is None:
         logits_TE = torch.tensor(lab.batch.logits_TE)
         bias_E = _bias(lab, None)
-    with _NOISE, torch.random.fork_rng(devices=[]):
+    with _RANDOM, torch.random.fork_rng(devices=[]):
+        router = _router(lab, settings)
         torch.manual_seed(settings.noise_seed)
         return router.route_logits(logits_TE, bias_E, torch.tensor(lab.batch.mask_T))
+
+
+def _router(lab: Lab, settings: Settings) -> Router:
+    """The router of the settings; its weights are drawn, and never used: the logits are given."""
+    from moe_core.expert_choice import ExpertChoiceRouter
+    from moe_core.routers import TopKRouter
+
+    d_model, E, k = 1, lab.batch.num_experts, settings.top_k
+    if settings.router == "expert-choice":
+        return ExpertChoiceRouter(d_model, E, k, routed_scaling_factor=settings.scaling)
+    return TopKRouter(
+        d_model,
+        E,
+        k,
+        score_function="sigmoid" if settings.router == "sigmoid" else "softmax",
+        softmax_after_top_k=settings.router == "softmax-after",
+        renormalize=settings.renormalizes,
+        routed_scaling_factor=settings.scaling,
+        noise_std=settings.noise_std,
+        num_groups=settings.num_groups,
+        top_groups=settings.top_groups,
+    )
 
 
 def _bias(lab: Lab, own: Any) -> Any:
@@ -209,8 +214,6 @@ def _balancer(lab: Lab) -> Balancer:
     import torch
 
     from moe_core.balancers import NoBalancer, QuantileBalancer, RouterZLoss, SignBiasBalancer, SwitchAuxLoss
-    from moe_core.expert_choice import ExpertChoiceRouter
-    from moe_core.routers import TopKRouter
 
     settings, E = lab.settings, lab.batch.num_experts
     balancer: Balancer = NoBalancer()
@@ -224,10 +227,8 @@ def _balancer(lab: Lab) -> Balancer:
     elif settings.balancer != "none":
         level: Any = next((level for level in ("sequence", "global") if level in settings.balancer), "batch")
         balancer = SwitchAuxLoss(settings.aux_coef, level, soft=settings.balancer.startswith("soft"))
-    if settings.router == "expert-choice":
-        balancer.bind(ExpertChoiceRouter(1, E, settings.top_k))
-    else:
-        balancer.bind(TopKRouter(1, E, settings.top_k, num_groups=settings.num_groups, top_groups=settings.top_groups))
+    with _RANDOM:
+        balancer.bind(_router(lab, settings))
     for name, buffer in balancer.named_buffers():
         buffer.copy_(torch.as_tensor(getattr(lab.state, _FIELDS[name])))
     return balancer.train()
