@@ -60,8 +60,9 @@ def slider(
 ) -> None:
     """Draw a slider; store is called with args when it was moved, by default to set the setting of that name."""
     key = f"{KEY}{name}"
-    # Only where it differs: set on every run, it would jump back under the hand of someone who drags it.
-    if st.session_state.get(key) != value:
+    # Only where it differs by more than rounding: set on every run, it would jump back under the hand that moves it.
+    held = st.session_state.get(key)
+    if held is None or abs(held - value) > 1e-6:
         st.session_state[key] = value
     store, args = (set_value, (name,)) if store is None else (store, args)
     st.slider(label, low, high, step=step, key=key, on_change=store, args=args, format=format)

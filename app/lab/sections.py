@@ -91,7 +91,9 @@ def load(lab: Lab, outcome: Outcome) -> None:
         f"{value(uniform)}. Max violation says how far the busiest is above that."
     )
     st.latex(r"\text{MaxVio} = \frac{\max_e c_e}{\frac{1}{E}\sum_e c_e} - 1 \;\le\; \frac{E}{k} - 1")
-    _table(frames.loads(outcome), "lab_load")
+    fine = st.column_config.NumberColumn(format="%.5f")  # a step of the sign rule is small
+    ratios = dict.fromkeys(["load / uniform", "load / uniform after"], _FOUR)
+    _table(frames.loads(outcome), "lab_load", {**ratios, "bias": fine, "new bias": fine})
     left, right = st.columns([1, 2], gap="large")
     with left:
         controls.capacity(lab)
@@ -147,8 +149,8 @@ def update(lab: Lab, outcome: Outcome) -> None:
 def _sign(lab: Lab, outcome: Outcome) -> None:
     st.write(
         "After each optimizer step the bias of an expert with less than the mean count rises by the rate, that of one "
-        "with more falls by it. How much more does not matter; so it takes many steps, and never overshoots by far. "
-        + _pending(lab, outcome)
+        "with more falls by it. How much more does not matter: a collapse takes many steps, and near a tie one step "
+        "can tip the load over to the other side. " + _pending(lab, outcome)
     )
     st.latex(
         r"\delta_e = \gamma \, \operatorname{sign}(\bar c - c_e), \qquad b_e \leftarrow b_e + \delta_e - \bar\delta"

@@ -62,11 +62,11 @@ def _large_numbers(lab: Lab, outcome: run.Outcome) -> None:
     columns[0].metric(
         "Max violation",
         value(float(max_violation(outcome.load_E))),
-        f"{after} after the update" if moves else None,
+        f"then {after}" if moves else None,
         delta_color="off",
         delta_arrow="off",
         help=f"Load of the busiest expert over the mean load, minus 1: 0 is even, and it is at most E/k - 1 = "
-        f"{value(bound)} here.",
+        f"{value(bound)} here. Below it: the same after the update.",
     )
     columns[1].metric(
         "Aux loss",
