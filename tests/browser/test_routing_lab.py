@@ -20,7 +20,8 @@ def cell(page, row, column):
 
 def type_into(page, dashboard, row, column, text):
     page.mouse.click(*cell(page, row, column))
-    page.keyboard.type(text, delay=200)  # the first letter opens the cell, which takes a moment
+    page.keyboard.press("Enter")  # opens the cell; letters typed before it is open would be lost
+    page.locator("#portal textarea").fill(text)
     page.keyboard.press("Enter")
     dashboard.settle(page)
 
