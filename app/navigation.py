@@ -33,6 +33,7 @@ VIEWS = (
     View(name="layouts", title="Layouts", icon=":material/view_column:"),
     View(name="compare", title="Compare", icon=":material/compare_arrows:"),
     View(name="dispatch", title="Dispatch", icon=":material/timer:"),
+    View(name="routing_lab", title="Routing lab", icon=":material/science:"),
     View(name="recording", title="Recording", icon=":material/fiber_manual_record:"),
 )
 # pages that show the run picked in the sidebar

@@ -50,6 +50,7 @@ NAMES = (
     "design",
     "x",
     "find",
+    "lab",
 )
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 
