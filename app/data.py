@@ -99,6 +99,12 @@ def unreachable() -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
+def look_again() -> None:
+    """Forget what is known of object stores, where something has just been changed."""
+    _stored_infos.clear()
+    _refresh.clear()
+
+
 def is_run(folder: Place) -> bool:
     """Whether a shown folder is no folder of runs but a run itself."""
     if isinstance(folder, ObjectPath):

@@ -43,6 +43,11 @@ NAMES = (
     "show",
     "models",
     "design",
+    "filter",
+    "status",
+    "balancer",
+    "tag",
+    "sort",
 )
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 

@@ -90,6 +90,11 @@ def trashed(folder: Path) -> list[Trashed]:
     return sorted(found, key=lambda run: run.path.parent.name, reverse=True)
 
 
+def held(folder: Path) -> int:
+    """How many runs are in the trash of a folder of runs."""
+    return len(_entries(folder))
+
+
 def restore(run: Trashed) -> Path:
     """Put a run back where it was and return its folder.
 
