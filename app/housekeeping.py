@@ -21,6 +21,7 @@ from recorder.storage import is_remote
 
 MOST_DOWNLOAD_BYTES = 128 << 20  # held in the server's memory while the browser fetches it
 _MOST_NAMED = 5
+_PANEL_WIDTH = 400  # pixels
 _NEWS = "_housekeeping_news"
 _UNDO = "_housekeeping_undo"
 
@@ -44,7 +45,8 @@ def offer(runs: Sequence[data.Listed]) -> None:
 def panel(label: str, *, key: str, icon: str) -> Any:
     """A button that opens a panel; whether it is open. `close(key)` in a callback closes it."""
     popover = st.popover(label, icon=icon, key=key, on_change="rerun")
-    with popover:
+    # A width of its own: the browser places the panel before it knows what will be in it.
+    with popover, st.container(width=_PANEL_WIDTH):
         yield bool(popover.open)
 
 
@@ -176,7 +178,7 @@ def _delete(runs: Sequence[data.Listed]) -> None:
             navigation.go("recording")
     else:
         said = f"**{plain(runs[0].label)}**" if len(runs) == 1 else f"these **{len(runs):,} runs**"
-        st.markdown(f"Move {said} to the trash of the folder? From there they can be put back until it is emptied.")
+        st.markdown(f"Move {said} to the trash? Until that is emptied, there is a way back.")
         st.button("Move to the trash", key="delete_now", type="primary", on_click=_discard, args=(list(runs),))
 
 

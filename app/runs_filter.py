@@ -46,20 +46,23 @@ class Choice:
 
 def pick(pairs: Sequence[Pair]) -> Choice:
     """Draw the controls in one row and return what is chosen. A choice that all runs share is not offered."""
-    find, status, balancer, tag, order = st.columns([3, 2, 2, 2, 2])
+    offered = {name: options for name in _VALUES if (options := _options(name, pairs))}
+    find, *several, order = st.columns([3, *[2] * len(offered), 2])
     with find:
         words = _pick_words()
-    statuses, balancers, tags = (
-        _pick_several(place, name, label, pairs, values)
-        for place, name, label, values in (
-            (status, "status", "Status", lambda pair: [pair[1]["status"]]),
-            (balancer, "balancer", "Balancer", lambda pair: [_balancer(pair)]),
-            (tag, "tag", "Tag", lambda pair: pair[0].info.about.tags),
-        )
-    )
+    chosen: dict[str, list[str]] = {}
+    for place, (name, options) in zip(several, offered.items(), strict=True):
+        with place:
+            chosen[name] = state.pick_options(name, name.capitalize(), options, placeholder="any")
     with order:
-        chosen = state.pick_option("sort", "Order", list(_ORDERS), format_func=lambda name: _ORDERS[name], as_list=True)
-    return Choice(words=words, statuses=statuses, balancers=balancers, tags=tags, order=chosen)
+        by = state.pick_option("sort", "Order", list(_ORDERS), format_func=lambda name: _ORDERS[name], as_list=True)
+    return Choice(
+        words=words,
+        statuses=chosen.get("status", ()),
+        balancers=chosen.get("balancer", ()),
+        tags=chosen.get("tag", ()),
+        order=by,
+    )
 
 
 def apply(choice: Choice, pairs: Sequence[Pair]) -> list[Pair]:
@@ -117,11 +120,14 @@ def _pick_words() -> str:
     return wanted
 
 
-def _pick_several(
-    place: Any, name: str, label: str, pairs: Sequence[Pair], values: Callable[[Pair], Sequence[str]]
-) -> list[str]:
-    options = sorted({value for pair in pairs for value in values(pair)})
-    if len(options) < 2 and not (name == "tag" and options) and not state.wanted_list(name):
-        return []
-    with place:
-        return state.pick_options(name, label, options)
+def _options(name: str, pairs: Sequence[Pair]) -> list[str]:
+    """The values there are; none where every run has the same one, unless a link asks for one."""
+    found = [tuple(_VALUES[name](pair)) for pair in pairs]
+    return sorted({value for values in found for value in values}) if len(set(found)) > 1 or state.wanted(name) else []
+
+
+_VALUES: dict[str, Callable[[Pair], Sequence[str]]] = {
+    "status": lambda pair: [pair[1]["status"]],
+    "balancer": lambda pair: [_balancer(pair)],
+    "tag": lambda pair: pair[0].info.about.tags,
+}

@@ -4,6 +4,7 @@ A folder is added by typing its path on the page, and only where the dashboard c
 never by a link, since whoever sends a link would then choose what the server lists. See `app.folders`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,21 +22,21 @@ _UPLOAD = "_runs_upload"  # how many were brought in: the field starts anew with
 
 
 def show() -> None:
-    """Draw the three panels in a row."""
-    with st.container(horizontal=True, vertical_alignment="center", gap="small", key="runs_folders"):
-        with housekeeping.panel("Bring in a run", key="panel_bring_in", icon=":material/upload:") as is_open:
-            if is_open:
-                _bring_in()
-        with housekeeping.panel("Folders", key="panel_folders", icon=":material/folder_open:") as is_open:
-            if is_open:
-                _folders()
+    """Draw the three, folded."""
+    with st.container(gap="xsmall", key="runs_folders"):
+        _folded("Bring in a run", "panel_bring_in", ":material/upload:", _bring_in)
+        number = len(data.shown_folders())
+        _folded(f"{count(number, 'folder')} shown", "panel_folders", ":material/folder_open:", _folders)
         held = sum(trash.held(folder) for folder in housekeeping.local_folders())
         if held:
-            with housekeeping.panel(
-                f"Trash: {count(held, 'run')}", key="panel_trash", icon=":material/delete:"
-            ) as is_open:
-                if is_open:
-                    _trash()
+            _folded(f"{count(held, 'run')} in the trash", "panel_trash", ":material/delete:", _trash)
+
+
+def _folded(label: str, key: str, icon: str, draw: Callable[[], None]) -> None:
+    place = st.expander(label, icon=icon, key=key, on_change="rerun")
+    if place.open:
+        with place:
+            draw()
 
 
 # ------------------------------------------------------------------------------------------------------- bring in

@@ -21,7 +21,6 @@ def frame_of(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> pd.
     frame = pd.DataFrame(
         {
             "run": [run.label for run in runs],
-            "tags": [list(run.info.about.tags) or None for run in runs],
             "status": [row["status"] for row in rows],
             "balancer": [row["balancer"] for row in rows],
             "experts": [f"{row['top_k']} of {row['num_experts']}" if row["num_experts"] else None for row in rows],
@@ -33,6 +32,7 @@ def frame_of(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> pd.
             "violation_curve": [_curve(row["violation_curve"]) for row in rows],
             "idle_experts": [row["idle_experts"] for row in rows],
             "dead_experts": [row["dead_experts"] for row in rows],
+            "tags": [list(run.info.about.tags) or None for run in runs],
             "notes": [run.info.about.notes or None for run in runs],
             "problem": [_problem(row) for row in rows],
         }
@@ -59,7 +59,6 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
     column = st.column_config
     return {
         "run": column.TextColumn("Run", width=95, pinned=True),
-        "tags": column.ListColumn("Tags", width=110),
         "status": column.TextColumn(
             "Status",
             width=84,
@@ -124,6 +123,7 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
         "dead_experts": column.NumberColumn(
             "Dead", width=42, help="Experts that get no assignment at all in " + last + "; worst MoE layer."
         ),
+        "tags": column.ListColumn("Tags", width=130),
         "notes": column.TextColumn("Notes", width=200),
     }
 

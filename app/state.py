@@ -179,6 +179,7 @@ def pick_options(
     format_func: Callable[[Any], str] = str,
     max_selections: int | None = None,
     help: str | None = None,
+    placeholder: str | None = None,
 ) -> list[str]:
     """Draw a choice of several of `options` and return those chosen, in the order they were chosen.
 
@@ -195,6 +196,7 @@ def pick_options(
         format_func=format_func,
         key=name,
         help=help,
+        placeholder=placeholder,
         max_selections=max_selections,
         on_change=_store,
         args=(name,),

@@ -77,7 +77,6 @@ def _offer(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _offer_one(run: data.Listed, row: dict[str, Any]) -> None:
-    st.markdown(f"**{plain(_short(run.label))}**", width="content")
     if row["status"] == "unreadable":
         if st.button("See what to do about it", key="open_overview", icon=":material/error:", type="primary"):
             navigation.go("overview", run=run.reference)
@@ -85,8 +84,8 @@ def _offer_one(run: data.Listed, row: dict[str, Any]) -> None:
         return
     buttons = (
         ("overview", "Open overview", ":material/monitoring:"),
-        ("replay", "Replay its steps", ":material/play_circle:"),
-        ("tokens", "See its tokens", ":material/text_fields:"),
+        ("replay", "Replay", ":material/play_circle:"),
+        ("tokens", "Tokens", ":material/text_fields:"),
     )
     for page, label, icon in buttons:
         kind = "primary" if page == "overview" else "secondary"
