@@ -7,6 +7,7 @@ import io
 import shlex
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,38 @@ def close(key: str) -> None:
     st.session_state[key] = False
 
 
-def tell(text: str, *, good: bool = True) -> None:
-    """Say this at the head of the page until it is dismissed or something else happens. In place of what was said."""
-    st.session_state[_NEWS] = (plain(text), good)
+def tell(text: str, *, good: bool = True, keep: bool = False) -> None:
+    """Say what an action came to, in place of what was said before.
+
+    good  False is a problem, and stays at the head of the page until it is dismissed
+    keep  True stays there too
+    """
+    st.session_state[_NEWS] = _News(text=plain(text), good=good, keep=keep or not good)
     st.session_state.pop(_UNDO, None)
+
+
+@dataclass(kw_only=True)
+class _News:
+    text: str
+    good: bool
+    keep: bool
+    is_new: bool = True
 
 
 def say_what_happened() -> None:
     """Draw what the last action came to, with the way back where there is one."""
-    if _NEWS not in st.session_state:
+    news: _News | None = st.session_state.get(_NEWS)
+    if news is None:
         return
-    text, good = st.session_state[_NEWS]
+    if news.is_new:  # whoever pressed a button below the table does not see the head of the page
+        st.toast(news.text, icon=":material/info:" if news.good else ":material/warning:")
+        news.is_new = False
+    undo = st.session_state.get(_UNDO)
+    if not (news.keep or undo):
+        return
     with st.container(horizontal=True, vertical_alignment="center", key="runs_news"):
-        (st.info if good else st.warning)(text, width="stretch")
-        if st.session_state.get(_UNDO):
+        (st.info if news.good else st.warning)(news.text, width="stretch")
+        if undo:
             st.button("Undo", key="undo_delete", icon=":material/undo:", on_click=_put_back)
         st.button("Dismiss", key="dismiss_news", type="tertiary", on_click=lambda: st.session_state.pop(_NEWS, None))
 

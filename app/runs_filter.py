@@ -114,7 +114,6 @@ def _pick_words() -> str:
         key="filter",
         type="search",
         placeholder="name, notes, tag, balancer",
-        max_chars=200,
         on_change=lambda: state.choose(filter=st.session_state["filter"].strip() or None),
     )
     return wanted

@@ -84,7 +84,7 @@ def _import(file: Any, target: Path) -> None:
         )
     else:
         read = f"{report.parts} parts, {report.rows:,} rows and {size(report.size)} read to the last byte"
-        housekeeping.tell(f"{imported.path.name} was brought in: {read}, nothing wrong.")
+        housekeeping.tell(f"{imported.path.name} was brought in: {read}, nothing wrong.", keep=True)
 
 
 # -------------------------------------------------------------------------------------------------------- folders

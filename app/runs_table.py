@@ -58,7 +58,7 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
     last = f"the last {WINDOW} recorded training steps (all of them where there are fewer)"
     column = st.column_config
     return {
-        "run": column.TextColumn("Run", width=95, pinned=True),
+        "run": column.TextColumn("Run", width=137, pinned=True),
         "status": column.TextColumn(
             "Status",
             width=84,

@@ -39,7 +39,7 @@ def render() -> None:
         label = f"Show all {len(runs):,} runs"
         st.button(label, key="runs_all", icon=":material/filter_alt_off:", on_click=runs_filter.clear)
     else:
-        actions = st.container(horizontal=True, vertical_alignment="center", gap="small", key="runs_actions")
+        actions = st.container(horizontal=True, vertical_alignment="center", gap="xsmall", key="runs_actions")
         ticked = table(some, rows)
         with actions:
             _offer([some[place] for place in ticked], [rows[place] for place in ticked])
@@ -68,7 +68,7 @@ def _rows(runs: Sequence[data.Listed]) -> list[dict[str, Any]]:
 def _offer(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> None:
     if not runs:
         # As high as the row of buttons to come, so that the table stays where it is while rows are ticked.
-        st.button("Open overview", key="open_nothing", icon=":material/monitoring:", disabled=True)
+        st.button("Overview", key="open_nothing", icon=":material/monitoring:", disabled=True)
         st.markdown("Tick one run to open, rename, zip or delete it, or several to compare them.", width="content")
     elif len(runs) == 1:
         _offer_one(runs[0], rows[0])
@@ -83,7 +83,7 @@ def _offer_one(run: data.Listed, row: dict[str, Any]) -> None:
         housekeeping.offer([run])
         return
     buttons = (
-        ("overview", "Open overview", ":material/monitoring:"),
+        ("overview", "Overview", ":material/monitoring:"),
         ("replay", "Replay", ":material/play_circle:"),
         ("tokens", "Tokens", ":material/text_fields:"),
     )

@@ -39,7 +39,7 @@ def opened(test: AppTest, *panels: str) -> AppTest:
 
 def said(test: AppTest) -> str:
     assert not test.exception, test.exception
-    kinds = (test.info, test.warning, test.markdown, test.caption, test.code)
+    kinds = (test.info, test.warning, test.toast, test.markdown, test.caption, test.code)
     return "\n".join(str(element.value) for kind in kinds for element in kind).replace("\\", "")
 
 

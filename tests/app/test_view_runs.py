@@ -254,7 +254,7 @@ def test_one_ticked_run_is_opened(shown: Path, write_run: Write, open_page: Open
         write_run(shown, run_id, range(3))
     assert labels(open_page("runs", run="b")) == []
     test = ticked(open_page, "b")
-    assert labels(test) == ["Open overview", "Replay", "Tokens"]
+    assert labels(test) == ["Overview", "Replay", "Tokens"]
     test.button(key=key).click().run()
     assert not test.exception
     assert test.query_params["run"] == "b"
