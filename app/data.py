@@ -129,7 +129,8 @@ def row(run: Listed) -> dict[str, Any]:
     max_violation, extremes kept), trouble (what went wrong in the last 50 recorded steps, None if nothing), phase (the
     one all this is about).
     """
-    line = dict(_row(run.path, _run_stamp(run)))
+    # Hashed here: Streamlit would walk through the times of every file of every run at each draw of the page.
+    line = dict(_row(run.path, hash(_run_stamp(run))))
     # Not of the cache: a process that dies changes no file.
     return line | {"reference": run.reference, "status": run.info.status, "error": run.info.error or line["error"]}
 

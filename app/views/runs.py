@@ -28,11 +28,13 @@ def render() -> None:
         empty.no_runs()
         runs_folders.show()
         return
-    pairs = list(zip(runs, _rows(runs), strict=True))
+    with head:
+        title = st.empty()
+    pairs = list(zip(runs, _rows(runs, title), strict=True))
     choice = runs_filter.pick(pairs) if len(runs) > 1 else runs_filter.Choice()
     shown = runs_filter.apply(choice, pairs)
     some, rows = [run for run, _ in shown], [row for _, row in shown]
-    head.title(headline(some, rows, of=len(runs)), help=RULE)
+    title.title(headline(some, rows, of=len(runs)), help=RULE)
     with head:
         housekeeping.say_what_happened()
     if not shown:
@@ -48,13 +50,14 @@ def render() -> None:
         st.fragment(_watch, run_every=_REFRESH_S)(_progress(runs))
 
 
-def _rows(runs: Sequence[data.Listed]) -> list[dict[str, Any]]:
+def _rows(runs: Sequence[data.Listed], title: Any) -> list[dict[str, Any]]:
     """`data.row` of each run. What is not known yet takes a moment each: the bar says how far it is."""
     place = st.empty()
     rows: list[dict[str, Any]] = []
     said = time.monotonic()
     for run in runs:
         if time.monotonic() - said > _QUICK_S:
+            title.title("Runs")
             place.progress(len(rows) / len(runs), text=f"Reading each run once: {len(rows):,} of {len(runs):,}")
             said = time.monotonic()
         rows.append(data.row(run))
