@@ -154,7 +154,7 @@ def _zip(run: data.Listed) -> None:
         why = "still being written; take it when it has ended" if run.info.status == "running" else "unreadable"
         st.markdown(f"{plain(run.label)} is {why}.")
         return
-    st.markdown(f"{count(len(contents.names), 'file')}, {size(contents.size)}: Parquet and JSON, nothing else.")
+    st.markdown(f"{count(len(contents.files), 'file')}, {size(contents.size)}: Parquet and JSON, nothing else.")
     if contents.size <= MOST_DOWNLOAD_BYTES:
         st.download_button(
             "Download the run",

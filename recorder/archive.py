@@ -13,7 +13,7 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -61,10 +61,14 @@ class ArchiveError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What goes into a zip: the names below the run's folder, and their bytes together."""
+    """What goes into a zip: the files by their names below the run's folder, with their bytes."""
 
-    names: tuple[str, ...]
-    size: int
+    files: Mapping[str, int]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files together."""
+        return sum(self.files.values())
 
 
 def contents_of(run: Place) -> Contents:
@@ -81,7 +85,7 @@ def contents_of(run: Place) -> Contents:
             if not _PARQUET.fullmatch(f"{folder}/{name}"):
                 raise ArchiveError(f"{_shown(f'{folder}/{name}')} has a name that not every system can unpack")
             sizes[f"{folder}/{name}"] = part.size
-    return Contents(names=tuple(sizes), size=sum(sizes.values()))
+    return Contents(files=sizes)
 
 
 def export_zip(run: Where, target: Path | IO[bytes]) -> Contents:
@@ -114,12 +118,13 @@ def export_zip(run: Where, target: Path | IO[bytes]) -> Contents:
 
 def _zip(run: Place, contents: Contents, target: IO[bytes]) -> None:
     with zipfile.ZipFile(target, "w") as archive:
-        for name in contents.names:
+        for name, size in contents.files.items():
             entry = zipfile.ZipInfo(f"{run.resolve().name}/{name}", _DATE)
+            entry.file_size = size  # tells whether it needs the larger format, which not every tool reads
             entry.external_attr = (stat.S_IFREG | 0o644) << 16
             # Parquet files are compressed in themselves.
             entry.compress_type = zipfile.ZIP_DEFLATED if name in _JSON else zipfile.ZIP_STORED
-            with _opened(run / name) as source, archive.open(entry, "w", force_zip64=True) as file:
+            with _opened(run / name) as source, archive.open(entry, "w") as file:
                 shutil.copyfileobj(source, file, _COPY_BYTES)
 
 
