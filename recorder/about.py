@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from recorder import checks, storage
@@ -60,8 +61,11 @@ def read_about(run: Place) -> About:
     Raises:
         StorageError: the object store cannot be reached.
     """
+    file = run / ABOUT_NAME
+    if isinstance(file, Path) and not file.is_file():  # opening a pipe would wait for ever
+        return About()
     try:
-        content = (run / ABOUT_NAME).read_bytes()
+        content = file.read_bytes()
     except StorageError:
         raise
     except OSError:

@@ -1,6 +1,7 @@
 """Names, notes and tags that people give runs: beside run.json, never in it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -100,6 +101,7 @@ def test_a_file_of_any_content_does_no_harm(run, content, about):
     assert list_runs(run.parent)[0].status == "finished"
 
 
-def test_a_folder_in_its_place_does_no_harm(run):
-    (run / "about.json").mkdir()
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_does_no_harm(run, make):
+    make(run / "about.json")
     assert Run(run).name == "As recorded"
