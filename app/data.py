@@ -28,6 +28,7 @@ from moe_core import metrics
 from moe_core.curves import downsample
 from recorder.diagnosis import Finding, diagnose
 from recorder.reader import Run, RunInfo, list_runs
+from recorder.schema import TABLES
 from recorder.storage import ObjectPath, Place
 from recorder.summary import run_row, summarise
 
@@ -98,6 +99,12 @@ def unreachable() -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
+def look_again() -> None:
+    """Forget what is known of object stores, where something has just been changed."""
+    _stored_infos.clear()
+    _refresh.clear()
+
+
 def is_run(folder: Place) -> bool:
     """Whether a shown folder is no folder of runs but a run itself."""
     if isinstance(folder, ObjectPath):
@@ -122,7 +129,8 @@ def row(run: Listed) -> dict[str, Any]:
     max_violation, extremes kept), trouble (what went wrong in the last 50 recorded steps, None if nothing), phase (the
     one all this is about).
     """
-    line = dict(_row(run.path, _run_stamp(run)))
+    # Hashed here: Streamlit would walk through the times of every file of every run at each draw of the page.
+    line = dict(_row(run.path, hash(_run_stamp(run))))
     # Not of the cache: a process that dies changes no file.
     return line | {"reference": run.reference, "status": run.info.status, "error": run.info.error or line["error"]}
 
@@ -512,21 +520,26 @@ def _run_stamp(run: Listed) -> Hashable:
     path = run.path
     if isinstance(path, ObjectPath):
         return json.dumps(run.info.manifest)
-    return tuple(_stat(path / name) for name in ("run.json", "steps", "layer_stats", "decisions", "tokens", "events"))
+    return tuple(_stat(f"{path}/{name}") for name in ("run.json", "about.json", *TABLES))
 
 
 def _folder_stamp(path: Path) -> Hashable:
-    """Changes whenever a run is added to or removed from a folder, or one of the manifests is replaced."""
+    """Changes whenever a run is added to or removed from a folder, or its run.json or about.json is replaced."""
     try:
         with os.scandir(path) as entries:
-            return tuple(sorted((entry.name, _stat(Path(entry.path) / "run.json")) for entry in entries))
+            return tuple(
+                sorted(
+                    (entry.name, _stat(f"{entry.path}/run.json"), _stat(f"{entry.path}/about.json"))
+                    for entry in entries
+                )
+            )
     except OSError:
         return None
 
 
-def _stat(path: Path) -> tuple[int, int]:
+def _stat(path: str) -> tuple[int, int]:
     try:
-        status = path.stat()
+        status = os.stat(path)  # noqa: PTH116 (a Path for each of a thousand files takes longer than the look)
     except OSError:
         return (0, 0)
     return (status.st_mtime_ns, status.st_size)

@@ -1,5 +1,9 @@
 """Which folders of runs the dashboard shows, here or in an object store, and how a run is named in a URL.
 
+They are given when the dashboard starts; a person can add others by typing their paths (`add`). Those are known to this
+server until it ends, so that a reload and a link to one of their runs find them, and stand in no URL: a link must not
+choose what a server lists.
+
 A run reference never becomes a path: it is looked up among the runs that were found by listing the shown
 folders, so that nothing outside them can be reached (`..`, absolute paths and links simply match nothing).
 """
@@ -17,6 +21,7 @@ from recorder.storage import ObjectPath, Place
 
 ENVIRONMENT = "ROUTESCOPE_DIRS"
 MAIN = Path(__file__).with_name("main.py")
+_added: list[Path] = []  # of this server, whoever looks at it
 SAMPLES = Path(__file__).resolve().parent.parent / "sample_runs"
 
 
@@ -40,6 +45,7 @@ def shown_folders(
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     samples: Path = SAMPLES,
+    added: Sequence[Path] | None = None,
 ) -> tuple[Folder, ...]:
     """The folders to show, in order, without repetition.
 
@@ -50,6 +56,7 @@ def shown_folders(
     argv      sys.argv by default; its first entry must be app/main.py for the rest to count (under pytest it
               is not)
     environ   os.environ by default
+    added     folders added on the page, shown after these; those of this server by default
     """
     argv = sys.argv if argv is None else argv
     environ = os.environ if environ is None else environ
@@ -63,11 +70,48 @@ def shown_folders(
     unique = list(dict.fromkeys(path.resolve() for path in paths))
     if all(isinstance(path, ObjectPath) or _is_read_only(path, samples) for path in unique):
         unique.append(own.resolve())
+    unique += [path for path in (_added if added is None else added) if path not in unique]
     labels = _unique_labels(unique)
     return tuple(
         Folder(path=path, label=label, read_only=_is_read_only(path, samples))
         for path, label in zip(unique, labels, strict=True)
     )
+
+
+def add(text: str) -> Path:
+    """Show another folder of this machine, as a person typed it, until the server ends; its path.
+
+    Raises ValueError, in one line, where it is no folder that holds runs, or is shown already.
+    """
+    text = text.strip()
+    if not text:
+        raise ValueError("Type the path of a folder that holds runs.")
+    if storage.is_uri(text):
+        raise ValueError(f"{text} is no folder of this machine. Show it from a terminal: routescope app {text}")
+    try:
+        path = Path(text).expanduser().resolve()
+        names = sorted(entry.name for entry in path.iterdir())
+    except (OSError, ValueError, RuntimeError):  # not told apart: what is not shown is nobody's business
+        raise ValueError(f"{text} is no folder that can be read.") from None
+    if any(folder.path == path for folder in shown_folders()):
+        raise ValueError(f"{path} is shown already.")
+    if "run.json" in names:
+        raise ValueError(f"{path} is a run itself. Show the folder above it, {path.parent}.")
+    if not any((path / name / "run.json").is_file() for name in names):
+        raise ValueError(f"{path} holds no runs: none of its folders has a run.json.")
+    _added.append(path)
+    return path
+
+
+def added() -> list[Path]:
+    """The folders that were added on the page, in order."""
+    return list(_added)
+
+
+def hide(path: Path) -> None:
+    """Show a folder no longer that was added on the page."""
+    if path in _added:
+        _added.remove(path)
 
 
 def recording_folders(folders: Iterable[Folder]) -> list[Path]:

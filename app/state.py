@@ -51,6 +51,11 @@ NAMES = (
     "x",
     "find",
     "lab",
+    "filter",
+    "status",
+    "balancer",
+    "tag",
+    "sort",
 )
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 
@@ -197,6 +202,7 @@ def pick_options(
     format_func: Callable[[Any], str] = str,
     max_selections: int | None = None,
     help: str | None = None,
+    placeholder: str | None = None,
 ) -> list[str]:
     """Draw a choice of several of `options` and return those chosen, in the order they were chosen.
 
@@ -213,6 +219,7 @@ def pick_options(
         format_func=format_func,
         key=name,
         help=help,
+        placeholder=placeholder,
         max_selections=max_selections,
         on_change=_store,
         args=(name,),

@@ -34,6 +34,13 @@ def count(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {word}" if number else f"no {one}"
 
 
+def size(number: int) -> str:
+    """Bytes as a person says them: "0.4 MB", "134 MB", "2.1 GB"."""
+    if number < 1e9:
+        return f"{number / 1e6:.1f} MB" if number < 1e8 else f"{number / 1e6:,.0f} MB"
+    return f"{number / 1e9:,.1f} GB"
+
+
 def listed(names: Sequence[str], last: str = "and") -> str:
     """Names in a sentence: "a", "a and b", "a, b and c"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}" if names else ""

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.exceptions import TyperException
 
-from .commands import bench, compare, dashboard, importing, layout, listing, record, report, upkeep
+from .commands import bench, compare, dashboard, export, importing, layout, listing, record, report, upkeep
 from .commands.common import CANCELLED, DONE, FAILED, CommandError
 
 cli = typer.Typer(
@@ -26,6 +26,7 @@ cli = typer.Typer(
 commands: dict[str, Callable[..., Any]] = {  # in the order that --help lists them
     "record": record.record,
     "import": importing.import_,
+    "export": export.export,
     "runs": listing.runs,
     "summary": listing.summary,
     "compare": compare.compare,

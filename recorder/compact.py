@@ -59,7 +59,7 @@ def compact_run(path: Place) -> Compaction:
             by = f" by process {writer}" if writer else ""
             raise RunExistsError(f"{path} is still being written{by}; a run compacts itself when it ends")
         before = _all_parts(path)
-        _refuse_other_ranks_at_work(path, manifest, before)
+        refuse_other_ranks_at_work(path, manifest)
         storage.remove(path, leftover_manifests(path))
         for table in TABLES:
             remove_leftovers(path / table)
@@ -78,11 +78,17 @@ def _all_parts(path: Place) -> list[PartFile]:
     return [part for table in TABLES for part in list_parts(path / table).values()]
 
 
-def _refuse_other_ranks_at_work(path: Place, manifest: dict[str, object], parts: list[PartFile]) -> None:
-    """run.json tells of rank 0 alone: where that one was killed, the others may still be writing."""
+def refuse_other_ranks_at_work(path: Place, manifest: dict[str, object]) -> None:
+    """run.json tells of rank 0 alone: where that one was killed, the others may still be writing.
+
+    Raises:
+        RunExistsError: a part of another rank is younger than `STALE_AFTER_S`.
+    """
     if manifest.get("status") != "running":
         return
-    newest = max((part for part in parts if part_rank(part.name)), key=lambda part: part.mtime_ns, default=None)
+    newest = max(
+        (part for part in _all_parts(path) if part_rank(part.name)), key=lambda part: part.mtime_ns, default=None
+    )
     age = time.time() - newest.mtime_ns / 1e9 if newest else STALE_AFTER_S
     if newest is not None and age < STALE_AFTER_S:
         raise RunExistsError(

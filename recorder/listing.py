@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from recorder import storage
+from recorder.about import About, read_about
 from recorder.manifest import MANIFEST_NAME, RunNotFoundError, read_manifest, run_status
 from recorder.storage import ObjectPath, Place
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What a list of runs shows. `status` is "unreadable" and `manifest` None where `error` says why."""
+    """What a list of runs shows. `status` is "unreadable" and `manifest` None where `error` says why.
+
+    `name` is what people call it (`about.name`), else the manifest's.
+    """
 
     path: Place
     run_id: str
@@ -20,6 +24,7 @@ class RunInfo:
     status: str
     error: str | None
     manifest: dict[str, Any] | None
+    about: About
 
 
 def list_runs(*folders: str | Place) -> list[RunInfo]:
@@ -61,7 +66,7 @@ def _stored_runs(folder: ObjectPath) -> list[RunInfo]:
 
 def _info(path: Place) -> RunInfo | None:
     try:
-        return _info_of(path, read_manifest(path))
+        return _info_of(path, read_manifest(path), read_about(path))
     except RunNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -69,16 +74,25 @@ def _info(path: Place) -> RunInfo | None:
 
 
 def _unreadable(path: Place, error: Exception) -> RunInfo:
-    return RunInfo(path=path, run_id=path.name, name=path.name, status="unreadable", error=str(error), manifest=None)
+    return RunInfo(
+        path=path,
+        run_id=path.name,
+        name=path.name,
+        status="unreadable",
+        error=str(error),
+        manifest=None,
+        about=About(),
+    )
 
 
-def _info_of(path: Place, manifest: dict[str, Any]) -> RunInfo:
+def _info_of(path: Place, manifest: dict[str, Any], about: About) -> RunInfo:
     run_id = str(manifest.get("run_id") or path.name)
     return RunInfo(
         path=path,
         run_id=run_id,
-        name=str(manifest.get("name") or run_id),
+        name=about.name or str(manifest.get("name") or run_id),
         status=run_status(manifest),
         error=manifest.get("error"),
         manifest=manifest,
+        about=about,
     )

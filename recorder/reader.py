@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recorder import merge, storage
+from recorder.about import About, read_about
 from recorder.catalog import TableReader
 from recorder.listing import RunInfo, list_runs
 from recorder.manifest import (
@@ -62,7 +63,8 @@ class Run(RunMetrics):
     Attributes:
         path: the folder, as a Path or a `storage.ObjectPath`.
         manifest: the content of run.json.
-        fingerprint: hashable identity of run.json and all part files, for caches.
+        about: the name, notes and tags that people gave it (about.json).
+        fingerprint: hashable identity of run.json, about.json and all part files, for caches.
 
     Raises:
         RunNotFoundError: no run at this path.
@@ -73,6 +75,7 @@ class Run(RunMetrics):
     def __init__(self, path: str | Place) -> None:
         self.path = storage.locate(path)
         self._manifest_stamp: Hashable = None
+        self.about: About = read_about(self.path)
         self.manifest: dict[str, Any] = self._read_manifest()
         readers = storage.each(self.path, lambda table: TableReader(self.path / table, table), TABLES)
         self._tables = dict(zip(TABLES, readers, strict=True))
@@ -93,8 +96,8 @@ class Run(RunMetrics):
 
     @property
     def name(self) -> str:
-        """The run's name for people."""
-        return str(self.manifest.get("name") or self.run_id)
+        """The run's name for people: what they renamed it to, else the manifest's."""
+        return self.about.name or str(self.manifest.get("name") or self.run_id)
 
     @property
     def status(self) -> str:
@@ -179,6 +182,7 @@ class Run(RunMetrics):
             RunNotFoundError, RunUnreadableError: the run has gone or broken since.
         """
         self.manifest = self._read_manifest()
+        self.about = read_about(self.path)
         storage.each(self.path, TableReader.relist, self._tables.values())
         fingerprint = self._identity()
         changed = fingerprint != self.fingerprint
@@ -407,7 +411,7 @@ class Run(RunMetrics):
             for table in TABLES
             for file in self._tables[table].files.values()
         )
-        return (str(self.path), self._manifest_stamp, parts)
+        return (str(self.path), self._manifest_stamp, self.about, parts)
 
 
 def _to_pandas(rows: pa.Table) -> pd.DataFrame:

@@ -58,7 +58,7 @@ def summarise(
 
 def run_row(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
     """One run in a list of runs: {run_id, name, path, status, balancer, num_experts, top_k, last_step, loss,
-    max_violation, dead_experts, idle_experts}.
+    max_violation, dead_experts, idle_experts, tags}.
 
     `loss` is the window's mean train loss; max_violation (of the summed loads), dead_experts and idle_experts are
     the worst layer's, num_experts and top_k the greatest; None where nothing is recorded.
@@ -84,6 +84,7 @@ def run_row(run: Run, window: int = metrics.WINDOW) -> dict[str, Any]:
         "max_violation_window": worst("max_violation_window"),
         "dead_experts": worst("dead_experts"),
         "idle_experts": worst("idle_experts"),
+        "tags": list(run.about.tags),
     }
 
 

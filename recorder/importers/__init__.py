@@ -56,8 +56,7 @@ def import_dump(
         raise ValueError(f"KIND must be one of {', '.join(KINDS)}, got {kind!r}")
     if phase is not None and phase not in PHASES:
         raise ValueError(f"--phase must be one of {', '.join(PHASES)}, got {phase!r}")
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(out)):
-        raise ValueError(f"--out must be a folder on this machine, got {str(out)!r}: copy the run there afterwards")
+    out = local_folder(out)
     file = Path(file)
     if not file.exists():
         raise DumpError(file, "there is no such file")
@@ -66,7 +65,14 @@ def import_dump(
     options = Options(shape=None if model is None else model_shape(model), phase=phase, token_ids=token_ids)
     dump = KINDS[kind](file, options)
     dump.phase = phase or dump.phase
-    return write_run(dump, Path(out), shape=options.shape, name=name)
+    return write_run(dump, out, shape=options.shape, name=name)
+
+
+def local_folder(out: str | Path) -> Path:
+    """The folder that runs are imported into. Raises ValueError for an address of an object store."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(out)):
+        raise ValueError(f"--out must be a folder on this machine, got {str(out)!r}: copy the run there afterwards")
+    return Path(out)
 
 
 def _sglang(file: Path, options: Options) -> Dump:
@@ -94,4 +100,4 @@ def _megatron(file: Path, options: Options) -> Dump:
 #: How each kind of dump is opened.
 KINDS: dict[str, Callable[[Path, Options], Dump]] = {"megatron": _megatron, "sglang": _sglang, "vllm": _vllm}
 
-__all__ = ["KINDS", "DumpError", "import_dump"]
+__all__ = ["KINDS", "DumpError", "import_dump", "local_folder"]

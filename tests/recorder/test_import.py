@@ -46,7 +46,7 @@ def test_the_path_is_printed_last_and_runs_pile_up(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["deepspeed", "a.pt"], "KIND must be one of megatron, sglang, vllm, got 'deepspeed'"),
+        (["deepspeed", "a.pt"], "KIND must be one of megatron, sglang, vllm, zip, got 'deepspeed'"),
         (["sglang", "nowhere.pt"], "nowhere.pt: there is no such file"),
         (["vllm", "a.pt"], "a.pt: expected a file that ends in .npy, .npz, .json, .jsonl"),
         (["megatron", "a.pt"], "expected router_trace_rank*.jsonl"),

@@ -135,6 +135,7 @@ def test_run_row_is_the_worst_layer(run):
         "max_violation_window": pytest.approx(7.0),
         "dead_experts": 7,
         "idle_experts": 7,
+        "tags": [],
     }
 
 
