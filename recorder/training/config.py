@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_core.layer_patterns import moe_layer_indices
 from moe_core.recipe_catalog import recipe
 
+#: `source` of the runs that this makes.
+SOURCE = "routescope record"
 TASKS = ("lm", "regression")
 ROUTERS = ("softmax", "sigmoid")
 BALANCERS = ("none", "aux", "sign-bias", "quantile")
@@ -147,6 +150,24 @@ class ToyConfig:
             raise ValueError(f"{unused[0]}={given[unused[0]]} means nothing to task='regression': leave it out")
         of_recipe = _recipe_values({**of_task, **given}.get("recipe", ""))
         return cls(**{**of_task, **of_recipe, **given})
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> ToyConfig:
+        """The settings of a run that `routescope record` made, from its run.json.
+
+        Raises ValueError, one line, for a run of another maker, and for settings that this version does not allow.
+        """
+        source, config = manifest.get("source"), manifest.get("config")
+        if source != SOURCE or not isinstance(config, Mapping):
+            raise ValueError(f"it was recorded by {source or 'another program'}, not by {SOURCE}")
+        given = {name: value for name, value in config.items() if name in cls.__dataclass_fields__}
+        try:
+            parts = [part for part in str(given.pop("balancer", cls.balancer)).split("+") if part != "z"]
+            if "corpus" in given:
+                given["corpus"] = tuple(str(path) for path in given["corpus"])
+            return cls.of(**given, balancer="+".join(parts) or "none")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"its settings are not those of a toy run: {error}") from None
 
     @property
     def _recipe_options(self) -> dict[str, Any]:
