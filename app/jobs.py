@@ -215,10 +215,11 @@ def state(job: Job) -> State:
         return "waiting"
     # The process first: the manifest of one that ends in between is final when it is read after.
     alive = is_alive(job)
-    status = _run_status(job)
+    manifest = _manifest(job)
+    status = None if manifest is None else run_status(manifest)
     if alive:
-        not_yet = status is None or (job.continued and status != "running")
-        return "starting" if not_yet else "running"
+        beat = None if manifest is None else _epoch(manifest.get("heartbeat_at"))
+        return "running" if beat is not None and beat >= job.started_at - _SAME_START_S else "starting"
     if status in ("finished", "cancelled", "failed"):
         return status  # type: ignore[return-value]
     return "cancelled" if job.cancelled else "failed"
@@ -313,9 +314,9 @@ def log_lines(job: Job) -> list[str]:
     return [line for line in lines if line and not _PROGRESS_BAR.search(line)]
 
 
-def _run_status(job: Job) -> str | None:
+def _manifest(job: Job) -> dict[str, Any] | None:
     try:
-        return run_status(read_manifest(job.run_path))
+        return read_manifest(job.run_path)
     except (OSError, ValueError):
         return None
 

@@ -23,7 +23,7 @@ from recorder.training.config import ToyConfig
 from recorder.training.cost import Size, size
 
 MEASURE_STEPS = 12
-MEASURE_LIMIT_S = 90
+MEASURE_LIMIT_S = 120
 MEASURE_HELP = (
     f"Records {MEASURE_STEPS} steps of these settings and throws them away: some ten seconds for small models."
 )

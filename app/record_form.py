@@ -18,7 +18,7 @@ _MEASURED = "record_measured"
 #: Settings that a preset is not about: choosing another one leaves them as they are, unless their default changes.
 _OF_THE_RUN = ("steps", "seed", "decisions_every", "batch_size", "seq_len", "lr")
 _FLOATS = ("aux_coef", "z_coef", "bias_rate", "lr")
-_SHAPE = (("num_experts", "top_k"), ("num_shared_experts", "latent_size"), ("num_layers", "moe_frequency"))
+_SHAPE = ("num_experts", "top_k", "num_shared_experts", "latent_size", "num_layers", "moe_frequency")
 _REST = ("decisions_every", "batch_size", "seq_len", "d_model")
 _WAIT, _AT_ONCE = "When it is its turn", "At once"
 
@@ -164,16 +164,11 @@ def _details(basis: Mapping[str, Any]) -> dict[str, Any]:
         key="record_router",
         help="How router logits become scores.",
     )
-    for pair in _SHAPE:
-        shown = [name for name in pair if name not in unused]
-        for column, name in zip(st.columns(2, vertical_alignment="bottom"), shown, strict=False):
-            with column:
-                values[name] = _integer(name, basis)
-    for name in _FLOATS:
-        _fill(name)
-        values[name] = st.number_input(LABELS[name], min_value=0.0, value=None, format="%g", key=f"record_{name}")
-    for name in _REST:
-        if name not in unused:
+    for name in (*_SHAPE, *_FLOATS, *_REST):
+        if name in _FLOATS:
+            _fill(name)
+            values[name] = st.number_input(LABELS[name], min_value=0.0, value=None, format="%g", key=f"record_{name}")
+        elif name not in unused:
             values[name] = _integer(name, basis)
     return values
 
@@ -186,7 +181,7 @@ def _cost(values: Mapping[str, Any], target: Path) -> None:
     st.caption(f"{record_cost.size_words(record_cost.size(config))} {record_cost.seconds_words(seconds)}")
     if seconds is not None and seconds.close:
         return
-    if st.button("Measure", key="record_measure", type="tertiary", help=record_cost.MEASURE_HELP):
+    if st.button("Measure it", key="record_measure", help=record_cost.MEASURE_HELP):
         try:
             with st.spinner(f"Recording {record_cost.MEASURE_STEPS} steps"):
                 measured_now = record_cost.measure(values)
@@ -194,7 +189,7 @@ def _cost(values: Mapping[str, Any], target: Path) -> None:
             st.error(plain(str(error)))
             return
         st.session_state.setdefault(_MEASURED, []).append(measured_now)
-        st.rerun(scope="fragment")
+        st.rerun()
 
 
 def _when(target: Path) -> bool:

@@ -88,16 +88,11 @@ def _queue(waiting: list[jobs.Job]) -> None:
         ):
             what = "goes on" if job.continued else f"{job.steps} steps"
             st.markdown(f"{place}. **{plain(watch.name_of(job, _run_of(job)))}**, {what}", width="stretch")
-            # After a change the whole list is drawn anew; what each button may do is decided where the queue is kept.
-            if place > 1 and st.button("Move up", key=f"up_{job.run_id}"):
-                job_queue.move_up(job)
-                st.rerun(scope="fragment")
-            if st.button("Start now", key=f"now_{job.run_id}", help="Beside what is being recorded."):
-                job_queue.start_now(job)
-                st.rerun(scope="fragment")
-            if st.button("Cancel", key=f"cancel_{job.run_id}"):
-                job_queue.cancel(job)
-                st.rerun(scope="fragment")
+            if place > 1:
+                st.button("Move up", key=f"up_{job.run_id}", on_click=job_queue.move_up, args=(job,))
+            beside = "Beside what is being recorded."
+            st.button("Start now", key=f"now_{job.run_id}", help=beside, on_click=job_queue.start_now, args=(job,))
+            st.button("Cancel", key=f"cancel_{job.run_id}", on_click=job_queue.cancel, args=(job,))
 
 
 def _run_of(job: jobs.Job) -> Run | None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import jobs
+from app import job_queue, jobs
 from recorder.reader import Run
 
 RECORDER = """
@@ -119,6 +119,32 @@ def test_several_at_once_are_all_shown_and_none_opens_while_another_runs(
     test.run()
     assert test.title[0].value == "Recording"
     assert {button.key for button in test.button} >= {"open_short", "cancel_long"}
+
+
+def test_those_that_wait_are_listed_moved_and_cancelled(
+    start: Callable[..., jobs.Job], shown: Path, open_page: Callable[..., AppTest]
+) -> None:
+    running = start(run_id="long")
+    until(lambda: recorded(running) >= 1)
+    for run_id in ("one", "two"):
+        command = [sys.executable, "-c", RECORDER, str(shown / run_id), "3", f"--name=Run *{run_id}*"]
+        job_queue.add(command, run_id=run_id, out=shown, steps=3)
+    test = open_page("recording")
+    text = words(test)
+    assert r"1. **Run \*one\***, 3 steps" in text
+    assert r"2. **Run \*two\***, 3 steps" in text
+    assert r"Waiting for their turn: Run \*one\*, Run \*two\*" in text
+    assert "up_one" not in {button.key for button in test.button}
+    test.button(key="up_two").click().run()
+    assert r"1. **Run \*two\***" in words(test)
+    test.button(key="cancel_one").click().run()
+    assert [job.run_id for job in job_queue.waiting(shown)] == ["two"]
+    test.button(key="now_two").click().run()
+    two = jobs.read(shown, "two")
+    assert two is not None
+    until(lambda: jobs.state(two) == "finished")
+    assert jobs.is_alive(running)
+    assert "finished, 3 steps" in words(test.run())
 
 
 def test_a_failure_shows_one_line_and_no_traceback(
