@@ -51,14 +51,15 @@ def move_up(job: Job) -> None:
             jobs.write(replace(this, place=before.place))
 
 
-def cancel(job: Job) -> bool:
-    """Take a job out of the queue, or stop it where it has been started since. False where it has ended."""
+def cancel(job: Job) -> None:
+    """Take a job out of the queue, or stop it where it has been started since."""
     with storage.lock(jobs.folder_of(Path(job.out))):
         now = jobs.read(Path(job.out), job.run_id)
         if now is not None and now.waits:
             now.path.unlink(missing_ok=True)
-            return True
-    return now is not None and jobs.cancel(now)
+            return
+    if now is not None:
+        jobs.cancel(now)
 
 
 def start_now(job: Job) -> None:

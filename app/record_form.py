@@ -20,7 +20,7 @@ _OF_THE_RUN = ("steps", "seed", "decisions_every", "batch_size", "seq_len", "lr"
 _FLOATS = ("aux_coef", "z_coef", "bias_rate", "lr")
 _SHAPE = ("num_experts", "top_k", "num_shared_experts", "latent_size", "num_layers", "moe_frequency")
 _REST = ("decisions_every", "batch_size", "seq_len", "d_model")
-_WAIT, _AT_ONCE = "When it is its turn", "At once"
+_WAIT, _AT_ONCE = "Wait", "At once"
 
 
 def render() -> None:
@@ -198,12 +198,13 @@ def _when(target: Path) -> bool:
     if not any(job.waits or jobs.is_alive(job) for job in found):
         return False
     choice = st.segmented_control(
-        "Another run is being recorded. Start",
+        "Another is being recorded",
         [_WAIT, _AT_ONCE],
         default=_WAIT,
         required=True,
         key="record_when",
-        help="Two at once share the processor: each takes longer, and neither its losses nor its loads change.",
+        help="One that waits starts by itself when it is its turn. Two at once share the processor: each takes "
+        "longer, and neither its losses nor its loads change.",
     )
     return choice != _AT_ONCE
 

@@ -15,21 +15,30 @@ from app.text import duration, plain
 from recorder.reader import Run
 
 _REFRESH_S = 1.5
+NOTHING = "Nothing is being recorded"
 _RECENT = 5  # recordings that ended earlier and are still offered here
 
 
 def render() -> None:
     """Draw the page: recordings in progress first, then those that have ended."""
-    st.title("Recording")
     found = watch.all_jobs()
     if not found and not watch.elsewhere(found):
-        st.info("Nothing is being recorded.", icon=":material/fiber_manual_record:")
+        st.title(NOTHING)
         st.markdown("Open *Record a run* in the sidebar and press *Start*, or in a terminal:")
         target = folders.recording_folder(data.shown_folders())
         st.code(f"routescope record --balancer none --steps 400 --out {target or 'runs'}", "bash")
         return
     going_on = watch.active(found) or watch.waiting(found) or watch.elsewhere(found)
     st.fragment(_live, run_every=_REFRESH_S if going_on else None)()
+
+
+def headline(recorded: list[str], waiting: int) -> str:
+    """What goes on: the runs that are being recorded, by name, and how many wait for their turn."""
+    if not recorded:
+        what = NOTHING
+    else:
+        what = f"Recording {recorded[0]}" if len(recorded) == 1 else f"Recording {len(recorded)} runs at once"
+    return f"{what}; {waiting} {'waits' if waiting == 1 else 'wait'}" if waiting else what
 
 
 def _live() -> None:
@@ -41,9 +50,21 @@ def _live() -> None:
         for job in ended:
             if jobs.state(job) == "finished" and watch.can_open(job):
                 watch.open_run(job)
+    elsewhere = watch.elsewhere(found)
+    st.title(
+        plain(
+            headline(
+                [
+                    *(watch.name_of(job, data.open_run(job.run_path)[0]) for job in active),
+                    *(listed.info.name for listed in elsewhere),
+                ],
+                len(waiting),
+            )
+        )
+    )
     for job in active:
         _progress(job)
-    for listed in watch.elsewhere(found):
+    for listed in elsewhere:
         _elsewhere(listed)
     _queue(waiting)
     for job in ended:
