@@ -11,6 +11,7 @@ import torch
 from recorder import cli
 from recorder.manifest import read_manifest
 from recorder.reader import Run
+from recorder.storage import locate
 from recorder.training.config import ToyConfig
 from recorder.training.continuing import CHECKPOINT, why_not
 from recorder.training.corpus import Corpus, train_tokenizer
@@ -178,6 +179,16 @@ def test_rows_after_the_checkpoint_are_those_of_the_later_segment(whole, tmp_pat
     assert_same(path, whole)
     first, second = Run(path).segments
     assert (first.last_step, second.first_step, second.last_step) == (7, 8, 11)
+
+
+def test_a_run_in_an_object_store_goes_on_there(whole, s3):
+    place = locate(f"{s3}/runs/run")
+    with pytest.raises(RunCancelledError):
+        train(ToyConfig.of(**REGRESSION), place, should_stop=stop_after(3))
+    assert why_not(place, read_manifest(place)) is None
+    train(ToyConfig.of(**REGRESSION), place, continued=True)
+    assert_same(place, whole)
+    assert not (place / CHECKPOINT).exists()
 
 
 @pytest.fixture
