@@ -121,8 +121,28 @@ class ToyConfig:
             )
         if self.recipe:
             recipe(self.recipe)  # refuses an unknown one
+            self._check_router()
         if self.task == "lm":
             self._check_transformer()
+
+    def _check_router(self) -> None:
+        """What `moe_core.TopKRouter` would refuse of a recipe's options beside these settings, told without torch."""
+        options, of = self._recipe_options, f"recipe={self.recipe!r}"
+        if self.top_k == 1 and (options.get("renormalize") or options.get("softmax_after_top_k")):
+            raise ValueError(
+                f"top_k=1 with renormalised weights, as {of} has them, makes every weight 1, so that the router gets "
+                "no gradient; choose at least 2"
+            )
+        if options.get("softmax_after_top_k") and self.router != "softmax":
+            raise ValueError(f"router={self.router!r} does not go with {of}, whose softmax is over the chosen logits")
+        groups = options.get("num_groups", 1)
+        if self.num_experts % groups:
+            raise ValueError(f"num_experts={self.num_experts} is no multiple of the {groups} groups of {of}")
+        eligible = options.get("top_groups", groups) * self.num_experts // groups
+        if self.top_k > eligible:
+            raise ValueError(
+                f"top_k={self.top_k} is more than the {eligible} experts that {of} lets a token choose among"
+            )
 
     def _check_transformer(self) -> None:
         if self.d_model % self.num_heads or (self.d_model // self.num_heads) % 2:

@@ -10,7 +10,7 @@ from moe_core.transformer_layout import transformer_layout
 
 from .config import ToyConfig
 
-#: A training step is a forward pass and a backward pass of twice its FLOPs (Kaplan et al., arXiv 2001.08361, section 2.1).
+#: A training step is a forward pass and a backward pass of twice its FLOPs (Kaplan et al., arXiv 2001.08361).
 _PASSES = 3
 _OF_A_LAYER_ALONE = ("router", "routed", "shared", "latent")
 

@@ -236,11 +236,13 @@ def test_of_two_recordings_one_waits_and_the_first_is_continued_after_it_was_can
     dashboard.open(page, "recording")
     open_form(page)
     choose_in_form(page, "preset", "Regression, in seconds")
+    expect(page.get_by_text("56 thousand parameters")).to_be_visible()
     start_recording(page, steps=5000, name="Long one")
     expect(page.get_by_text(re.compile(r"step [1-9]\d* of 5000")).first).to_be_visible(timeout=RECORDING_MS)
     mine = tmp_path / "mine.txt"
     mine.write_text("A text of my own, a few words a line.\n" * 200)
     choose_in_form(page, "preset", "Aux loss")
+    expect(page.get_by_text("1.03 million parameters")).to_be_visible()
     page.locator(".st-key-record_text summary").click()
     page.locator(".st-key-record_uploads input[type=file]").set_input_files(mine)
     expect(page.get_by_text("mine.txt").first).to_be_visible()
