@@ -178,7 +178,7 @@ def _cost(values: Mapping[str, Any], target: Path) -> None:
     config = record_cost.config_of(values)
     measured = [*record_cost.recorded_here(target), *st.session_state.get(_MEASURED, [])]
     seconds = record_cost.estimate(config, measured)
-    st.caption(f"{record_cost.size_words(record_cost.size(config))} {record_cost.seconds_words(seconds)}")
+    st.caption(plain(f"{record_cost.size_words(record_cost.size(config))} {record_cost.seconds_words(seconds)}"))
     if seconds is not None and seconds.close:
         return
     if st.button("Measure it", key="record_measure", help=record_cost.MEASURE_HELP):
