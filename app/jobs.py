@@ -4,7 +4,6 @@ Next to the runs, `.jobs/<run_id>.json` says which process records the run and `
 prints. A closed tab, a reload or a restarted server therefore finds every recording again. No Streamlit here.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from recorder.manifest import read_manifest, run_status
 from recorder.reader import Run
 from recorder.storage import Place
 
-State = Literal["starting", "running", "finished", "cancelled", "failed"]
+State = Literal["waiting", "starting", "running", "finished", "cancelled", "failed"]
 ACTIVE: tuple[State, ...] = ("starting", "running")
 
 _FOLDER = ".jobs"
@@ -42,10 +41,13 @@ class Job:
 
     run_id, out  the run is the folder out/run_id
     command      what was started
-    pid          its process, leader of a session and process group of its own
-    started_at   when the process was created, seconds since the epoch; with the pid it identifies the process
+    pid          its process, leader of a session and process group of its own; 0 where none was started
+    started_at   when the process was created, seconds since the epoch; with the pid it identifies the process. Of one
+                 that waits for its turn: when it was asked for
     steps        training steps asked for
     cancelled    True once a person asked for it to stop
+    continued    True where it goes on with a run that was there already
+    place        its place in the queue, lower first (see `app.job_queue`); None once it has been started
     """
 
     run_id: str
@@ -55,6 +57,13 @@ class Job:
     started_at: float
     steps: int
     cancelled: bool = False
+    continued: bool = False
+    place: float | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its turn has not come yet."""
+        return self.place is not None
 
     @property
     def run_path(self) -> Path:
@@ -89,66 +98,110 @@ class Progress:
     message: str | None
 
 
-def start(command: Sequence[str], *, run_id: str, out: Path, steps: int) -> Job:
-    """Start a recording of `out/run_id` and return at once.
+def start(command: Sequence[str], *, run_id: str, out: Path, steps: int, continued: bool = False) -> Job:
+    """Start a recording of `out/run_id` and return at once. Arguments and errors as of `new`; OSError too where the
+    command cannot be run.
+    """
+    return launch(new(command, run_id=run_id, out=out, steps=steps, continued=continued))
 
-    command  a complete command line that records into out/run_id and closes the run on SIGTERM
-    Raises ValueError for a run_id that is no plain name, FileExistsError where that run or job is there already,
-    OSError where the folder cannot be written or the command not be run.
+
+def new(command: Sequence[str], *, run_id: str, out: Path, steps: int, continued: bool = False) -> Job:
+    """A recording that is not started yet, nor written down.
+
+    command    a complete command line that records into out/run_id and closes the run on SIGTERM
+    continued  it goes on with a run that is there
+
+    Raises ValueError for a run_id that is no plain name, FileExistsError where that run or job is there already, or
+    where a run to be continued is being recorded or waits for that, OSError where the folder cannot be written.
     """
     if not _RUN_ID.fullmatch(run_id):
         raise ValueError(f"{run_id!r} is not a plain folder name of letters, digits and . _ = + -")
     out = out.resolve()
-    folder = out / _FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
+    (out / _FOLDER).mkdir(parents=True, exist_ok=True)
     _remove_old(out)
-    if (out / run_id).exists() or (folder / f"{run_id}.json").exists():
+    earlier = read(out, run_id)
+    if continued and earlier is not None and (earlier.waits or is_alive(earlier)):
+        raise FileExistsError(f"the run {run_id} is being recorded, or waits for its turn")
+    if not continued and ((out / run_id).exists() or (out / _FOLDER / f"{run_id}.json").exists()):
         raise FileExistsError(f"there is a run {run_id} in {out} already")
-    with (folder / f"{run_id}.log").open("xb") as log:
+    return Job(
+        run_id=run_id,
+        out=str(out),
+        command=list(command),
+        pid=0,
+        started_at=time.time(),
+        steps=steps,
+        continued=continued,
+    )
+
+
+def launch(job: Job) -> Job:
+    """Start the process of a job that has none and write it down. Raises OSError where the command cannot be run."""
+    with job.log_path.open("wb" if job.continued else "xb") as log:
         process = subprocess.Popen(
-            list(command),
+            job.command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that closing the server's terminal leaves it alone, and a group to signal
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
-    # Without someone waiting for it an ended child stays in the process table as a zombie.
-    threading.Thread(target=process.wait, name=f"wait for {run_id}", daemon=True).start()
-    try:
-        started_at = psutil.Process(process.pid).create_time()
-    except psutil.Error:
-        started_at = time.time()  # it ended before it could be looked at
-    job = Job(
-        run_id=run_id,
-        out=str(out),
-        command=list(command),
-        pid=process.pid,
-        started_at=started_at,
-        steps=steps,
-    )
-    _write(job)
+    job = replace(job, pid=process.pid, started_at=created_at(process.pid), place=None)
+    reap(process)
+    write(job)
     return job
+
+
+def created_at(pid: int) -> float:
+    """When a process was created, seconds since the epoch; now, where it has ended before it could be looked at."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return time.time()
+
+
+def reap(process: "subprocess.Popen[bytes]") -> None:
+    """Wait for a child in the background: without that it stays in the process table as a zombie once it has ended."""
+    threading.Thread(target=process.wait, name=f"wait for {process.pid}", daemon=True).start()
+
+
+def folder_of(out: Path) -> Path:
+    """Where the jobs of a folder of runs are written down; need not exist."""
+    return Path(out).resolve() / _FOLDER
+
+
+def read(out: Path, run_id: str) -> Job | None:
+    """The job of that run as written down now; None where there is none."""
+    try:
+        return Job(**json.loads((folder_of(out) / f"{run_id}.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write(job: Job) -> None:
+    """Write the job down, in place of what its file said before."""
+    part = job.path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.tmp")
+    part.write_text(json.dumps(asdict(job), indent=2), encoding="utf-8")
+    part.replace(job.path)
 
 
 def jobs(folder: Path) -> list[Job]:
     """The recordings into a folder of runs that this or an earlier server started, newest first."""
-    found = []
-    for path in (Path(folder).resolve() / _FOLDER).glob("*.json"):
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            found.append(Job(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted(found, key=lambda job: job.started_at, reverse=True)
+    found = [read(folder, path.stem) for path in folder_of(folder).glob("*.json")]
+    return sorted((job for job in found if job is not None), key=lambda job: job.started_at, reverse=True)
 
 
 def job_of(run_path: Place) -> Job | None:
     """The recording that writes or wrote the run at `run_path`; None where it was not started from here."""
     if not isinstance(run_path, Path):
         return None
-    return next((job for job in jobs(run_path.parent) if job.run_id == run_path.name), None)
+    return read(run_path.parent, run_path.name)
 
 
 def is_alive(job: Job) -> bool:
     """Whether the job's process still runs; another process that was given the same pid does not count."""
+    if not job.pid:
+        return False
     try:
         process = psutil.Process(job.pid)
         return abs(process.create_time() - job.started_at) < _SAME_START_S and process.status() != psutil.STATUS_ZOMBIE
@@ -158,11 +211,15 @@ def is_alive(job: Job) -> bool:
 
 def state(job: Job) -> State:
     """Where the job stands now."""
+    if job.waits:
+        return "waiting"
     # The process first: the manifest of one that ends in between is final when it is read after.
     alive = is_alive(job)
-    status = _run_status(job)
+    manifest = _manifest(job)
+    status = None if manifest is None else run_status(manifest)
     if alive:
-        return "starting" if status is None else "running"
+        beat = None if manifest is None else _epoch(manifest.get("heartbeat_at"))
+        return "running" if beat is not None and beat >= job.started_at - _SAME_START_S else "starting"
     if status in ("finished", "cancelled", "failed"):
         return status  # type: ignore[return-value]
     return "cancelled" if job.cancelled else "failed"
@@ -181,7 +238,7 @@ def cancel(job: Job) -> bool:
     """
     if not is_alive(job):
         return False
-    _write(replace(job, cancelled=True))
+    write(replace(job, cancelled=True))
     try:
         if hasattr(os, "killpg"):
             os.killpg(job.pid, signal.SIGTERM)
@@ -203,12 +260,13 @@ def progress(job: Job, run: Run | None) -> Progress:
     if run is not None:
         steps = run.steps("train")["step"]
         done = int(steps.max()) + 1 if len(steps) else 0
-        created = _epoch(run.manifest.get("created_at"))
+        began = job.started_at if job.continued else _epoch(run.manifest.get("created_at"))
+        before = _steps_before(run) if job.continued else 0
         last = _epoch(run.manifest.get("heartbeat_at"))
         if now_state not in ACTIVE and last is not None:
             beat = last
-        if created is not None and last is not None and done >= _STEPS_FOR_A_RATE and last > created:
-            rate = done / (last - created)
+        if began is not None and last is not None and done - before >= _STEPS_FOR_A_RATE and last > began:
+            rate = (done - before) / (last - began)
             left_s = max(job.steps - done, 0) / rate if now_state in ACTIVE else None
     elif now_state not in ACTIVE:
         beat = _modified(job.log_path) or beat
@@ -221,6 +279,13 @@ def progress(job: Job, run: Run | None) -> Progress:
         left_s=left_s,
         message=failure(job, run) if now_state == "failed" else None,
     )
+
+
+def _steps_before(run: Run) -> int:
+    """Steps that were there before the run was continued last; all, where the new segment has none yet."""
+    segments = run.segments
+    begun = bool(segments) and segments[-1].segment == run.manifest.get("segment")
+    return segments[-1].first_step if begun else (run.last_step or 0) + 1
 
 
 def failure(job: Job, run: Run | None) -> str:
@@ -249,22 +314,16 @@ def log_lines(job: Job) -> list[str]:
     return [line for line in lines if line and not _PROGRESS_BAR.search(line)]
 
 
-def _run_status(job: Job) -> str | None:
+def _manifest(job: Job) -> dict[str, Any] | None:
     try:
-        return run_status(read_manifest(job.run_path))
+        return read_manifest(job.run_path)
     except (OSError, ValueError):
         return None
 
 
-def _write(job: Job) -> None:
-    part = job.path.with_suffix(f".{os.getpid()}.tmp")
-    part.write_text(json.dumps(asdict(job), indent=2), encoding="utf-8")
-    part.replace(job.path)
-
-
 def _remove_old(out: Path) -> None:
     for job in jobs(out)[_KEPT:]:
-        if not is_alive(job):
+        if not job.waits and not is_alive(job):
             job.path.unlink(missing_ok=True)
             job.log_path.unlink(missing_ok=True)
 

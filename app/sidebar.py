@@ -13,24 +13,28 @@ def recordings(page: str) -> None:
 
     page  name of the page they stand beside; the page of recordings needs no way to itself
     """
-    going_on = [job.run_id for job in watch.active(watch.all_jobs())]
+    found = watch.all_jobs()
+    going_on = [job.run_id for job in (*watch.active(found), *watch.waiting(found))]
     st.fragment(_lines, run_every=_REFRESH_S if going_on else None)(going_on, page)
 
 
 def _lines(expected: list[str], page: str) -> None:
     found = watch.all_jobs()
-    active = watch.active(found)
-    if [job.run_id for job in active] != expected:
+    active, waiting = watch.active(found), watch.waiting(found)
+    if {job.run_id for job in (*active, *waiting)} != set(expected):
         st.rerun()  # one has ended: the run picker, and the clock of this fragment, belong to the whole page
     for job in active:
         run, _ = data.open_run(job.run_path)
         progress = jobs.progress(job, run)
-        name = job.run_id if run is None else run.name
+        name = watch.name_of(job, run)
         text = "starting" if progress.state == "starting" else f"step {progress.done} of {progress.total}"
         st.progress(min(progress.done / max(progress.total, 1), 1.0), text=f"{plain(name)}: {text}")
+    if waiting:
+        names = ", ".join(plain(watch.name_of(job, None)) for job in waiting)
+        st.caption(f"Waiting for their turn: {names}" if len(waiting) > 1 else f"Waiting for its turn: {names}")
     if page == "recording":
         return
-    if active and st.button("Watch", key="watch", icon=":material/visibility:"):
+    if (active or waiting) and st.button("Watch", key="watch", icon=":material/visibility:"):
         navigation.go("recording")
     for job in watch.just_ended(found):
         _ended(job)
@@ -39,7 +43,7 @@ def _lines(expected: list[str], page: str) -> None:
 def _ended(job: jobs.Job) -> None:
     state = jobs.state(job)
     run, _ = data.open_run(job.run_path)
-    st.caption(f"{plain(job.run_id if run is None else run.name)}: {state}")
+    st.caption(f"{plain(watch.name_of(job, run))}: {state}")
     with st.container(horizontal=True):
         if state != "failed" and watch.can_open(job):
             if st.button("Open the run", key=f"notice_open_{job.run_id}"):

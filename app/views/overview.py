@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, diagnosis_panel, health, layer_keys, navigation, state, x_axis
+from app import charts, data, diagnosis_panel, health, layer_keys, navigation, record_again, state, x_axis
 from app.layer_stats import LayerStats
 from app.ranks import ranks_line
 from app.text import plain
@@ -74,6 +74,7 @@ def render() -> None:
     overview_charts.shares(run, layer, axis)
     _layer_table(run, summary, covered)
     _events(run)
+    record_again.buttons(run, "overview")
 
 
 class Covered:

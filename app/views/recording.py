@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, data, folders, jobs, layer_keys, navigation, watch
+from app import charts, data, folders, job_queue, jobs, layer_keys, navigation, record_again, watch
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve
 from app.figures.load_heatmap import load_heatmap
@@ -15,37 +15,61 @@ from app.text import duration, plain
 from recorder.reader import Run
 
 _REFRESH_S = 1.5
+NOTHING = "Nothing is being recorded"
 _RECENT = 5  # recordings that ended earlier and are still offered here
 
 
 def render() -> None:
     """Draw the page: recordings in progress first, then those that have ended."""
-    st.title("Recording")
     found = watch.all_jobs()
     if not found and not watch.elsewhere(found):
-        st.info("Nothing is being recorded.", icon=":material/fiber_manual_record:")
+        st.title(NOTHING)
         st.markdown("Open *Record a run* in the sidebar and press *Start*, or in a terminal:")
         target = folders.recording_folder(data.shown_folders())
         st.code(f"routescope record --balancer none --steps 400 --out {target or 'runs'}", "bash")
         return
-    st.fragment(_live, run_every=_REFRESH_S if watch.active(found) or watch.elsewhere(found) else None)()
+    going_on = watch.active(found) or watch.waiting(found) or watch.elsewhere(found)
+    st.fragment(_live, run_every=_REFRESH_S if going_on else None)()
+
+
+def headline(recorded: list[str], waiting: int) -> str:
+    """What goes on: the runs that are being recorded, by name, and how many wait for their turn."""
+    if not recorded:
+        what = NOTHING
+    else:
+        what = f"Recording {recorded[0]}" if len(recorded) == 1 else f"Recording {len(recorded)} runs at once"
+    return f"{what}; {waiting} {'waits' if waiting == 1 else 'wait'}" if waiting else what
 
 
 def _live() -> None:
     found = watch.all_jobs()
     active = watch.active(found)
     ended = watch.just_ended(found)
-    if not active:
+    waiting = watch.waiting(found)
+    if not active and not waiting:
         for job in ended:
             if jobs.state(job) == "finished" and watch.can_open(job):
                 watch.open_run(job)
+    elsewhere = watch.elsewhere(found)
+    st.title(
+        plain(
+            headline(
+                [
+                    *(watch.name_of(job, data.open_run(job.run_path)[0]) for job in active),
+                    *(listed.info.name for listed in elsewhere),
+                ],
+                len(waiting),
+            )
+        )
+    )
     for job in active:
         _progress(job)
-    for listed in watch.elsewhere(found):
+    for listed in elsewhere:
         _elsewhere(listed)
+    _queue(waiting)
     for job in ended:
         _result(job)
-    earlier = [job for job in found if job not in active and job not in ended][:_RECENT]
+    earlier = [job for job in found if job not in active and job not in ended and not job.waits][:_RECENT]
     if earlier:
         st.subheader("Ended before", anchor=False)
         for job in earlier:
@@ -55,7 +79,7 @@ def _live() -> None:
 def _progress(job: jobs.Job) -> None:
     run, _ = data.open_run(job.run_path)
     progress = jobs.progress(job, run)
-    name = run.name if run is not None else job.run_id
+    name = watch.name_of(job, run)
     with st.container(border=True, key=f"recording_{job.run_id}"):
         with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
             st.subheader(plain(name), anchor=False, width="content")
@@ -69,6 +93,31 @@ def _progress(job: jobs.Job) -> None:
             st.caption(f"Cancelling keeps every step recorded so far, {progress.done} of {progress.total} now.")
         if run is not None and progress.done:
             _so_far(job.run_id, run)
+
+
+def _queue(waiting: list[jobs.Job]) -> None:
+    """Those that wait for their turn, the next one first."""
+    if not waiting:
+        return
+    st.subheader("Waiting for their turn", anchor=False)
+    st.caption(
+        "Each starts when nothing else is recorded into its folder, also when this page or the server is closed."
+    )
+    for place, job in enumerate(waiting, 1):
+        with st.container(
+            horizontal=True, vertical_alignment="center", border=True, key=f"waiting_{job.run_id}", gap="small"
+        ):
+            what = "goes on" if job.continued else f"{job.steps} steps"
+            st.markdown(f"{place}. **{plain(watch.name_of(job, _run_of(job)))}**, {what}", width="stretch")
+            if place > 1:
+                st.button("Move up", key=f"up_{job.run_id}", on_click=job_queue.move_up, args=(job,))
+            beside = "Beside what is being recorded."
+            st.button("Start now", key=f"now_{job.run_id}", help=beside, on_click=job_queue.start_now, args=(job,))
+            st.button("Cancel", key=f"cancel_{job.run_id}", on_click=job_queue.cancel, args=(job,))
+
+
+def _run_of(job: jobs.Job) -> Run | None:
+    return data.open_run(job.run_path)[0] if job.continued else None
 
 
 def _elsewhere(listed: data.Listed) -> None:
@@ -122,7 +171,7 @@ def _so_far(key: str, run: Run) -> None:
 def _result(job: jobs.Job) -> None:
     run, _ = data.open_run(job.run_path)
     progress = jobs.progress(job, run)
-    name = run.name if run is not None else job.run_id
+    name = watch.name_of(job, run)
     said = {
         "finished": f"finished, {progress.done} steps in {duration(progress.elapsed_s)}",
         "cancelled": f"cancelled after {progress.done} of {progress.total} steps"
@@ -136,6 +185,8 @@ def _result(job: jobs.Job) -> None:
                 watch.open_run(job)
         if progress.message:
             st.error(plain(progress.message))
+        if run is not None:
+            record_again.buttons(run, job.run_id)
 
 
 def _progress_text(job: jobs.Job, progress: jobs.Progress) -> str:

@@ -40,12 +40,17 @@ def open_run(text: str) -> Any:
         raise CommandError(str(error), FAILED) from None
 
 
-def run_path_of(text: str) -> Place:
-    """The folder at a path, or of that id in the usual folders, that holds a run.json; a URI is taken as it is."""
+def run_path_of(text: str, *, also_in: Place = RUNS_FOLDER) -> Place:
+    """The folder at a path, or of that id in the usual folders, that holds a run.json; a URI is taken as it is.
+
+    also_in: another folder to look for that id in, before the usual ones.
+    """
     place = place_of(text)
     if not isinstance(place, Path):
         return place
-    candidates = [place, RUNS_FOLDER / text, Path("sample_runs") / text]
+    candidates: list[Place] = list(
+        dict.fromkeys([place, also_in / text, RUNS_FOLDER / text, Path("sample_runs") / text])
+    )
     for path in candidates:
         if (path / "run.json").exists():
             return path

@@ -13,9 +13,11 @@ import typer
 
 from moe_core.recipe_catalog import RECIPES
 
+from ..manifest import RunNotFoundError, RunUnreadableError, read_manifest
 from ..run_ids import new_run_id
 from ..training.config import BALANCERS, DISPATCHERS, ROUTERS, TASKS, ToyConfig
-from .common import CANCELLED, FAILED, RUNS_FOLDER, CommandError, place_of
+from ..training.continuing import why_not
+from .common import CANCELLED, FAILED, RUNS_FOLDER, CommandError, place_of, run_path_of
 
 if TYPE_CHECKING:
     from ..storage import Place
@@ -86,8 +88,19 @@ def record(
     out: Annotated[
         str, typer.Option(help="Folder that holds runs, or a URI such as s3://bucket/runs.", metavar="DIR")
     ] = str(RUNS_FOLDER),
+    continued: Annotated[
+        str | None,
+        typer.Option(
+            "--continue",
+            help="Go on with this cancelled or killed run of this command, with its own settings: a path, URI or id.",
+            metavar="RUN",
+        ),
+    ] = None,
 ) -> None:
     """Train a small MoE model on real text, or on a toy regression, and record every routing decision."""
+    if continued is not None:
+        _continue(context, continued, place_of(out))
+        return
     options = {key: value for key, value in locals().items() if key in ToyConfig.__dataclass_fields__}
     options |= {
         "task": str(task),
@@ -106,12 +119,28 @@ def record(
     _record(config, run_path)
 
 
+def _continue(context: typer.Context, run: str, out: Place) -> None:
+    others = [name for name in context.params if name not in ("continued", "out") and _typed(context, name)]
+    if others:
+        option = "--" + others[0].replace("_", "-")
+        raise CommandError(f"--continue takes the settings of the run: leave out {option}")
+    run_path = run_path_of(run, also_in=out)
+    try:
+        manifest = read_manifest(run_path)
+    except (RunNotFoundError, RunUnreadableError) as error:
+        raise CommandError(str(error), FAILED) from None
+    reason = why_not(run_path, manifest)
+    if reason is not None:
+        raise CommandError(f"{run_path} cannot be continued: {reason}")
+    _record(ToyConfig.from_manifest(manifest), run_path, continued=True)
+
+
 def _typed(context: typer.Context, option: str) -> bool:
     source = context.get_parameter_source(option)
     return source is not None and source.name != "DEFAULT"
 
 
-def _record(config: ToyConfig, run_path: Place) -> None:
+def _record(config: ToyConfig, run_path: Place, *, continued: bool = False) -> None:
     # SIGTERM (the dashboard's cancel) and Ctrl-C both end the run after the step that is under way
     stop: list[int] = []
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -134,17 +163,27 @@ def _record(config: ToyConfig, run_path: Place) -> None:
 
         def show(done: int, loss: float) -> None:
             bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+            if continued and not bar.n:
+                bar.initial = bar.n = done - 1  # what was there before, and took none of this time
             bar.update(done - bar.n)
 
         def tell(line: str) -> None:
             bar.write(line, file=sys.stderr)
 
         try:
-            train(config, run_path, on_step=show, on_report=tell, should_stop=lambda: bool(stop))
+            train(
+                config,
+                run_path,
+                continued=continued,
+                on_step=show,
+                on_report=tell,
+                should_stop=lambda: bool(stop),
+            )
         except RunCancelledError:
             bar.close()
             if not bar.n:
-                raise CommandError("cancelled before the first step; nothing was recorded", CANCELLED) from None
+                what = "what was there stays" if continued else "nothing was recorded"
+                raise CommandError(f"cancelled before the first step; {what}", CANCELLED) from None
             print(run_path)
             raise CommandError(f"cancelled after {bar.n} steps; what was recorded is kept", CANCELLED) from None
         except (ValueError, RunExistsError) as error:

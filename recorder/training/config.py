@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from moe_core.layer_patterns import moe_layer_indices
 from moe_core.recipe_catalog import recipe
 
+#: `source` of the runs that this makes.
+SOURCE = "routescope record"
 TASKS = ("lm", "regression")
 ROUTERS = ("softmax", "sigmoid")
 BALANCERS = ("none", "aux", "sign-bias", "quantile")
@@ -118,8 +121,28 @@ class ToyConfig:
             )
         if self.recipe:
             recipe(self.recipe)  # refuses an unknown one
+            self._check_router()
         if self.task == "lm":
             self._check_transformer()
+
+    def _check_router(self) -> None:
+        """What `moe_core.TopKRouter` would refuse of a recipe's options beside these settings, told without torch."""
+        options, of = self._recipe_options, f"recipe={self.recipe!r}"
+        if self.top_k == 1 and (options.get("renormalize") or options.get("softmax_after_top_k")):
+            raise ValueError(
+                f"top_k=1 with renormalised weights, as {of} has them, makes every weight 1, so that the router gets "
+                "no gradient; choose at least 2"
+            )
+        if options.get("softmax_after_top_k") and self.router != "softmax":
+            raise ValueError(f"router={self.router!r} does not go with {of}, whose softmax is over the chosen logits")
+        groups = options.get("num_groups", 1)
+        if self.num_experts % groups:
+            raise ValueError(f"num_experts={self.num_experts} is no multiple of the {groups} groups of {of}")
+        eligible = options.get("top_groups", groups) * self.num_experts // groups
+        if self.top_k > eligible:
+            raise ValueError(
+                f"top_k={self.top_k} is more than the {eligible} experts that {of} lets a token choose among"
+            )
 
     def _check_transformer(self) -> None:
         if self.d_model % self.num_heads or (self.d_model // self.num_heads) % 2:
@@ -147,6 +170,24 @@ class ToyConfig:
             raise ValueError(f"{unused[0]}={given[unused[0]]} means nothing to task='regression': leave it out")
         of_recipe = _recipe_values({**of_task, **given}.get("recipe", ""))
         return cls(**{**of_task, **of_recipe, **given})
+
+    @classmethod
+    def from_manifest(cls, manifest: Mapping[str, Any]) -> ToyConfig:
+        """The settings of a run that `routescope record` made, from its run.json.
+
+        Raises ValueError, one line, for a run of another maker, and for settings that this version does not allow.
+        """
+        source, config = manifest.get("source"), manifest.get("config")
+        if source != SOURCE or not isinstance(config, Mapping):
+            raise ValueError(f"it was recorded by {source or 'another program'}, not by {SOURCE}")
+        given = {name: value for name, value in config.items() if name in cls.__dataclass_fields__}
+        try:
+            parts = [part for part in str(given.pop("balancer", cls.balancer)).split("+") if part != "z"]
+            if "corpus" in given:
+                given["corpus"] = tuple(str(path) for path in given["corpus"])
+            return cls.of(**given, balancer="+".join(parts) or "none")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"its settings are not those of a toy run: {error}") from None
 
     @property
     def _recipe_options(self) -> dict[str, Any]:

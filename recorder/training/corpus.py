@@ -5,6 +5,7 @@ Shapes: B sequences in a batch, S tokens in a sequence, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -163,6 +164,16 @@ class Corpus:
     def encode(self, text: str) -> NDArray[np.int64]:
         """Token ids (N,) int64 of a text; every text has some, as single bytes are in the vocabulary."""
         return _encode(self._tokenizer, text).astype(np.int64)
+
+    def digest(self) -> str:
+        """A hash of all tokens and of what they stand for: two corpora that share it give the same batches."""
+        sha = hashlib.sha256()
+        for name, train, held_out in zip(self.domains, self._train, self._held_out, strict=True):
+            sha.update(f"{name}\0{len(train)}\0{len(held_out)}\0".encode())
+            sha.update(train.tobytes())
+            sha.update(held_out.tobytes())
+        sha.update("\0".join(self._piece_V).encode(errors="surrogatepass"))
+        return sha.hexdigest()
 
     def _room(self, parts: list[NDArray[np.int32]], seq_len: int) -> NDArray[np.int64]:
         """How many windows start in each domain's part, (domains,)."""

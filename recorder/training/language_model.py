@@ -30,6 +30,8 @@ class LanguageModelTask:
         self.probe = self._batch(self._corpus.probe_batch(c.batch_size, c.seq_len, c.seed))
         self.domains = self._corpus.domains
         self.settings: dict[str, Any] = {"vocab_size": self._corpus.vocab_size}
+        self.data_digest = self._corpus.digest()
+        self.tallies: dict[str, Tensor] = {}
 
     def batch(self, step: int) -> Batch:
         c = self._config

@@ -40,6 +40,8 @@ class RegressionTask:
         self.probe = self.batch(_PROBE)
         self.domains: tuple[str, ...] = ()
         self.settings: dict[str, Any] = {}
+        self.data_digest = ""
+        self.tallies = {"load": self._load_E}
 
     def batch(self, step: int) -> Batch:
         # a stream of its own for each step: neither the model nor the length of the run moves the data

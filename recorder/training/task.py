@@ -22,6 +22,8 @@ class Task(Protocol):
     """What is learnt: a model, its optimizer and its data.
 
     settings: what the manifest's config says beside the ToyConfig. probe: one fixed held-out batch.
+    data_digest: of all that batches are drawn from, beside the settings; "" where there is nothing beside them.
+    tallies: what `report` counts up, kept and changed in place.
     """
 
     @property
@@ -34,6 +36,10 @@ class Task(Protocol):
     def domains(self) -> Sequence[str]: ...
     @property
     def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def data_digest(self) -> str: ...
+    @property
+    def tallies(self) -> Mapping[str, Tensor]: ...
 
     def batch(self, step: int) -> Batch:
         """The training batch of a step, the same for the same seed."""

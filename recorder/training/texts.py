@@ -63,7 +63,7 @@ def stdlib_code() -> str:
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = [folder / f"{module}.py" for module in sorted(STDLIB_MODULES)]
-    sources = [_decode(file.read_bytes()) for file in files if file.is_file()]
+    sources = [decode_text(file.read_bytes()) for file in files if file.is_file()]
     if not sources:
         raise ValueError(f"no standard library sources in {str(folder)!r}: the domain 'code' needs them")
     return "\n".join(source for source in sources if source)
@@ -205,7 +205,7 @@ def _read_file(path: Path) -> str:
         raise ValueError(f"corpus {str(path)!r} does not exist")
     if not path.is_file():
         raise ValueError(f"corpus {str(path)!r} is neither a file nor a folder")
-    text = _decode(_read_bytes(path, MAX_DOMAIN_BYTES, path))
+    text = decode_text(_read_bytes(path, MAX_DOMAIN_BYTES, path))
     if text is None:
         raise ValueError(f"corpus {str(path)!r} is binary or not UTF-8 text")
     if not text.strip():
@@ -217,7 +217,7 @@ def _read_folder(folder: Path) -> str:
     texts, left = [], MAX_DOMAIN_BYTES
     for file in _visible_files(folder):
         data = _read_bytes(file, left, folder)
-        text = _decode(data)
+        text = decode_text(data)
         if text is not None and text.strip():
             texts.append(text)
             left -= len(data)
@@ -250,7 +250,7 @@ def _read_bytes(path: Path, limit: int, named: Path) -> bytes:
     return data
 
 
-def _decode(data: bytes) -> str | None:
+def decode_text(data: bytes) -> str | None:
     """UTF-8 text with plain newlines and without a byte order mark; None where it is no text."""
     if b"\0" in data:
         return None

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import jobs
+from app import job_queue, jobs
 from recorder.reader import Run
 
 RECORDER = """
@@ -61,7 +61,7 @@ def recorded(job: jobs.Job) -> int:
 
 def words(test: AppTest) -> str:
     assert not test.exception, test.exception
-    kinds = (test.subheader, test.markdown, test.caption, test.info, test.error, test.code)
+    kinds = (test.title, test.subheader, test.markdown, test.caption, test.info, test.error, test.code)
     return "\n".join(element.value for kind in kinds for element in kind)
 
 
@@ -88,7 +88,7 @@ def test_a_recording_is_watched_cancelled_and_opened(
     assert not test.exception
     assert test.query_params["run"] == "new"
     assert test.sidebar.selectbox(key="run").value == "new"
-    assert test.title[0].value != "Recording"
+    assert "Recording" not in test.title[0].value
 
 
 def test_a_finished_recording_opens_by_itself_where_it_was_watched(
@@ -97,14 +97,13 @@ def test_a_finished_recording_opens_by_itself_where_it_was_watched(
     job = start(steps=100)
     until(lambda: recorded(job) >= 1)
     test = open_page("recording")
-    assert test.title[0].value == "Recording"
+    assert test.title[0].value == r"Recording A \*new\* run"
     until(lambda: not jobs.is_alive(job))
     test.run()
     assert not test.exception
-    assert test.title[0].value != "Recording"
     assert test.query_params["run"] == "new"
     later = open_page("recording")
-    assert later.title[0].value == "Recording", "one that ended before is offered, not opened"
+    assert later.title[0].value == "Nothing is being recorded", "one that ended before is offered, not opened"
     assert "finished, 100 steps in" in words(later)
 
 
@@ -115,10 +114,38 @@ def test_several_at_once_are_all_shown_and_none_opens_while_another_runs(
     until(lambda: min(recorded(short), recorded(long)) >= 1)
     test = open_page("recording")
     assert {button.key for button in test.button} >= {"cancel_short", "cancel_long"}
+    assert test.title[0].value == "Recording 2 runs at once"
     until(lambda: not jobs.is_alive(short))
     test.run()
-    assert test.title[0].value == "Recording"
+    assert test.title[0].value == r"Recording A \*new\* run"
     assert {button.key for button in test.button} >= {"open_short", "cancel_long"}
+
+
+def test_those_that_wait_are_listed_moved_and_cancelled(
+    start: Callable[..., jobs.Job], shown: Path, open_page: Callable[..., AppTest]
+) -> None:
+    running = start(run_id="long")
+    until(lambda: recorded(running) >= 1)
+    for run_id in ("one", "two"):
+        command = [sys.executable, "-c", RECORDER, str(shown / run_id), "3", f"--name=Run *{run_id}*"]
+        job_queue.add(command, run_id=run_id, out=shown, steps=3)
+    test = open_page("recording")
+    text = words(test)
+    assert r"Recording A \*new\* run; 2 wait" in text
+    assert r"1. **Run \*one\***, 3 steps" in text
+    assert r"2. **Run \*two\***, 3 steps" in text
+    assert r"Waiting for their turn: Run \*one\*, Run \*two\*" in text
+    assert "up_one" not in {button.key for button in test.button}
+    test.button(key="up_two").click().run()
+    assert r"1. **Run \*two\***" in words(test)
+    test.button(key="cancel_one").click().run()
+    assert [job.run_id for job in job_queue.waiting(shown)] == ["two"]
+    test.button(key="now_two").click().run()
+    two = jobs.read(shown, "two")
+    assert two is not None
+    until(lambda: jobs.state(two) == "finished")
+    assert jobs.is_alive(running)
+    assert "finished, 3 steps" in words(test.run())
 
 
 def test_a_failure_shows_one_line_and_no_traceback(

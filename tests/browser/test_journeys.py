@@ -144,14 +144,25 @@ def test_a_token_is_followed_from_its_cell_to_its_step_and_back(page, dashboard)
     assert (parameters(page)["layer"], parameters(page)["step"], parameters(page)["find"]) == ("3", "200", "the")
 
 
-def start_recording(page, **fields):
+def open_form(page, *, details=False):
     form = page.locator(".st-key-record_expander")
     if not page.locator(".st-key-record_steps").is_visible():
         form.locator("summary").first.click()
+    if details:
+        page.locator(".st-key-record_advanced summary").click()
+    return form
+
+
+def fill(page, **fields):
     for key, value in fields.items():
         field = page.locator(f".st-key-record_{key} input").first
         field.fill(str(value))
         field.press("Tab")
+
+
+def start_recording(page, **fields):
+    open_form(page)
+    fill(page, **fields)
     page.locator(".st-key-record_start button").click()
     page.wait_for_url(re.compile("/recording"))
 
@@ -202,14 +213,10 @@ def test_a_recording_survives_a_reload_is_cancelled_and_still_opens(page, dashbo
 def test_a_wrong_value_is_named_and_nothing_starts(page, dashboard):
     dashboard.open(page, "runs")
     before = set(dashboard.runs.iterdir())
-    form = page.locator(".st-key-record_expander")
-    form.locator("summary").first.click()
-    for key, value in {"num_experts": 4, "top_k": 9}.items():
-        field = page.locator(f".st-key-record_{key} input").first
-        field.fill(str(value))
-        field.press("Tab")
-    page.locator(".st-key-record_start button").click()
+    form = open_form(page, details=True)
+    fill(page, num_experts=4, top_k=9)
     expect(form.get_by_text("Top-k 9 is more than Experts 4")).to_be_visible()
+    page.locator(".st-key-record_start button").click()
     assert set(dashboard.runs.iterdir()) == before
 
 
@@ -265,17 +272,45 @@ def choose_in_form(page, key, option):
     page.get_by_role("option", name=option).click()
 
 
-def test_a_recipe_fills_the_form_and_leaves_what_it_is_not_about(page, dashboard):
+def test_a_preset_fills_the_form_and_leaves_what_it_is_not_about(page, dashboard):
     dashboard.open(page, "runs")
-    page.locator(".st-key-record_expander summary").first.click()
-    for key, value in {"steps": 7, "num_experts": 5}.items():
-        field = page.locator(f".st-key-record_{key} input").first
-        field.fill(str(value))
-        field.press("Tab")
-    choose_in_form(page, "recipe", "stable-latent")
+    open_form(page, details=True)
+    fill(page, steps=7, num_experts=5)
+    choose_in_form(page, "preset", "Latent experts")
     expect(page.locator(".st-key-record_latent_size input").first).to_have_value("32")
     expect(page.locator(".st-key-record_num_experts input").first).to_have_value("16")
     expect(page.locator(".st-key-record_steps input").first).to_have_value("7")
-    choose_in_form(page, "task", "Regression")
+    choose_in_form(page, "preset", "Regression, in seconds")
     expect(page.locator(".st-key-record_num_layers")).to_have_count(0)
     expect(page.locator(".st-key-record_num_experts input").first).to_have_value("8")
+
+
+def test_of_two_recordings_one_waits_and_the_first_is_continued_after_it_was_cancelled(page, dashboard, tmp_path):
+    dashboard.open(page, "recording")
+    open_form(page)
+    choose_in_form(page, "preset", "Regression, in seconds")
+    expect(page.get_by_text("56 thousand parameters")).to_be_visible()
+    start_recording(page, steps=5000, name="Long one")
+    expect(page.get_by_text(re.compile(r"step [1-9]\d* of 5000")).first).to_be_visible(timeout=RECORDING_MS)
+    mine = tmp_path / "mine.txt"
+    mine.write_text("A text of my own, a few words a line.\n" * 200)
+    choose_in_form(page, "preset", "Aux loss")
+    expect(page.get_by_text("1.03 million parameters")).to_be_visible()
+    page.locator(".st-key-record_text summary").click()
+    page.locator(".st-key-record_uploads input[type=file]").set_input_files(mine)
+    expect(page.get_by_text("mine.txt").first).to_be_visible()
+    start_recording(page, steps=3, name="Next one")
+    expect(page.get_by_text("Waiting for their turn", exact=True)).to_be_visible()
+    page.reload()
+    expect(page.get_by_text("Waiting for its turn: Next one")).to_be_visible()
+    page.locator("[class*=st-key-cancel_long-one]").get_by_role("button", name="Cancel").click()
+    page.wait_for_url(re.compile("/overview"), timeout=RECORDING_MS)  # the last to end, it opens by itself
+    assert "mine" in manifest_of(dashboard, "Next one")["domains"]
+    dashboard.go(page, "Recording")
+    first = page.locator("[class*=st-key-ended_]").filter(has_text="Long one")
+    first.get_by_role("button", name="Continue").click()
+    expect(page.locator("h1", has_text="Recording Long one")).to_be_visible(timeout=RECORDING_MS)
+    expect(page.get_by_text(re.compile(r"step [1-9]\d* of 5000")).first).to_be_visible(timeout=RECORDING_MS)
+    page.locator("[class*=st-key-cancel_long-one]").get_by_role("button", name="Cancel").click()
+    expect(first.get_by_text(re.compile(r"cancelled after \d+ of 5000"))).to_be_visible(timeout=RECORDING_MS)
+    assert manifest_of(dashboard, "Long one")["segment"] == 1

@@ -1,5 +1,6 @@
 """`routescope record --task regression` and `--recipe`: what is trained, what is recorded, and what is left out."""
 
+import contextlib
 import json
 import os
 import re
@@ -221,3 +222,15 @@ def test_wrong_arguments_are_one_clear_line_and_exit_2(tmp_path, options, messag
     assert message in result.stderr.strip().splitlines()[-1]
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_the_settings_allow_can_be_built_and_what_they_refuse_cannot(recipe):
+    small = {"d_model": 8, "num_heads": 1, "d_ff": 4, "expert_d_ff": 4, "num_layers": 2, "moe_frequency": 1}
+    for changes in ({"top_k": 1}, {"router": "sigmoid"}, {"router": "softmax"}, {"num_experts": 6}, {"top_k": 7}):
+        given = {"num_experts": 8, "top_k": 2, **changes}
+        with contextlib.suppress(ValueError):
+            build_model(ToyConfig.of(recipe=recipe, **small, **given), 300)
+            continue  # allowed, and built
+        with pytest.raises(ValueError, match="="):
+            ToyConfig.of(recipe=recipe, **small, **given)
