@@ -34,6 +34,7 @@ VIEWS = (
     View(name="compare", title="Compare", icon=":material/compare_arrows:"),
     View(name="dispatch", title="Dispatch", icon=":material/timer:"),
     View(name="recording", title="Recording", icon=":material/fiber_manual_record:"),
+    View(name="glossary", title="Glossary", icon=":material/menu_book:"),
 )
 # pages that show the run picked in the sidebar
 OF_ONE_RUN = ("overview", "replay", "tokens", "specialisation", "coactivation", "settling", "placement", "layouts")

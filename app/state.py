@@ -43,6 +43,7 @@ NAMES = (
     "show",
     "models",
     "design",
+    "term",
 )
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 
