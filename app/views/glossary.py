@@ -11,6 +11,8 @@ from app.words import count
 
 MAX_NEIGHBOURS = 12  # more entries than this are a list to read: no buttons to words close by
 
+_READABLE = 860  # pixels: lines of more letters are hard to follow on a wide screen
+
 
 def render() -> None:
     """Draw the page."""
@@ -49,7 +51,7 @@ def _store() -> None:
 
 def _title(text: str, found: Sequence[Entry]) -> str:
     if not text.strip():
-        return f"{count(len(glossary.ENTRIES), 'word')}, each with its meaning, and where it is computed its formula"
+        return f"{count(len(glossary.ENTRIES), 'word')}: what each means, how it is computed, and what it can be"
     named = glossary.find(text)
     if named is not None:
         return named.name
@@ -58,7 +60,7 @@ def _title(text: str, found: Sequence[Entry]) -> str:
 
 def _entries(entries: Sequence[Entry]) -> None:
     for entry in entries:
-        with st.container(gap="small", key=f"word_{entry.key}"):
+        with st.container(gap="small", key=f"word_{entry.key}", width=_READABLE):
             st.subheader(entry.name, anchor=entry.key)
             st.markdown("  \n".join(_lines(entry)))
             if len(entries) <= MAX_NEIGHBOURS and entry.see:

@@ -187,7 +187,7 @@ def headings(test):
 def test_the_page_shows_every_word_and_a_link_opens_one(shown, open_page):
     test = open_page("glossary")
     assert headings(test) == [entry.name for entry in glossary.ENTRIES.values()]
-    assert test.title[0].value.startswith(f"{len(glossary.ENTRIES)} words")
+    assert test.title[0].value.startswith(f"{len(glossary.ENTRIES)} words: ")
 
     test = open_page("glossary", term="max_violation_window")
     assert test.title[0].value == headings(test)[0] == "Max violation, window"
