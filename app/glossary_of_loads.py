@@ -53,8 +53,8 @@ ENTRIES = (
     Entry(
         key="max_violation_window",
         name="Max violation, window",
-        meaning="The same of the loads summed over a window of steps. Free of the noise of single batches, it shows"
-        " what stays uneven.",
+        meaning="How far the busiest expert is above the uniform share, of the loads summed over a window of steps. "
+        "Free of the noise of single batches, it shows what stays uneven.",
         formula="max(C) / mean(C) - 1, with C the sum of c over the window",
         bound="0 (balanced) to E/k - 1",
         source=f"global MaxVio, {WANG}",

@@ -54,7 +54,7 @@ def test_every_page_renders_and_axe_finds_nothing_serious(page, dashboard, name,
     assert ours(page, found["violations"]) == []
     # a figure is one picture to a screen reader: it needs a text in its place
     for figure in page.get_by_test_id("stPlotlyChart").all():
-        assert figure.locator("[aria-label], [role=img]").count(), "a figure without alternative text"
+        assert len(figure.get_attribute("aria-label") or "") > 20, "a figure without alternative text"
 
 
 @pytest.mark.parametrize("name", PAGES)
