@@ -13,6 +13,7 @@ st.set_page_config(
     page_icon=str(Path(__file__).with_name("icon.svg")),
     layout="wide",
 )
+st.html(Path(__file__).with_name("style.css"))
 pages = navigation.pages()
 page = st.navigation(pages, position="hidden")
 name = navigation.name_of(page)

@@ -35,6 +35,7 @@ VIEWS = (
     View(name="dispatch", title="Dispatch", icon=":material/timer:"),
     View(name="routing_lab", title="Routing lab", icon=":material/science:"),
     View(name="recording", title="Recording", icon=":material/fiber_manual_record:"),
+    View(name="glossary", title="Glossary", icon=":material/menu_book:"),
 )
 # pages that show the run picked in the sidebar
 OF_ONE_RUN = ("overview", "replay", "tokens", "specialisation", "coactivation", "settling", "placement", "layouts")

@@ -56,6 +56,7 @@ NAMES = (
     "balancer",
     "tag",
     "sort",
+    "term",
 )
 MAX_BUTTONS = 8  # more options than this fit no row of buttons and become a drop-down list
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from app.figures.labels import next_step, plain, si
 from app.figures.pooling import expert_groups, group_labels, pool_experts
-from app.figures.theme import Theme, figure_layout, load_coloraxis, load_z, palette, undimmed
+from app.figures.theme import Theme, figure_layout, ink_on, load_coloraxis, load_colours, load_z, palette, undimmed
 from moe_core.metrics import load_ratio
 
 MAX_ROWS = 64
@@ -211,14 +211,15 @@ def _column(
     if load_by_layer is None:
         flat = [[0, _PLAIN_EXPERT[theme]], [1, _PLAIN_EXPERT[theme]]]
         trace = go.Heatmap(z=np.zeros((rows, 1)), colorscale=flat, showscale=False, **settings, **common)
-        return trace, [p.text] * rows
+        return trace, [ink_on(_PLAIN_EXPERT[theme])] * rows
     ratio_E = _ratios(layer, load_by_layer)
-    z = load_z(pool_experts(ratio_E, first_R))
+    pooled_R = pool_experts(ratio_E, first_R)
+    z = load_z(pooled_R)
     if np.isnan(z).all():
         grey = [[0, p.no_data], [1, p.no_data]]
         trace = go.Heatmap(z=np.zeros((rows, 1)), colorscale=grey, showscale=False, **settings, **common)
-        return trace, [p.text] * rows
-    ink = ["#14181d" if -4 <= value < 2.6 else "#ffffff" for value in z]
+        return trace, [ink_on(p.no_data)] * rows
+    ink = [ink_on(colour) for colour in load_colours(pooled_R, theme=theme)]
     return go.Heatmap(z=z[:, None], coloraxis="coloraxis", **settings, **common), ink
 
 

@@ -42,7 +42,7 @@ class Palette:
 
 PALETTES: Mapping[Theme, Palette] = {
     "light": Palette(
-        text="#1f2328",
+        text="#13171b",
         muted="#57606a",
         grid="#e2e5e9",
         ground="#ffffff",
@@ -68,7 +68,7 @@ PALETTES: Mapping[Theme, Palette] = {
 OKABE_ITO: tuple[str, ...] = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#F0E442")
 # The same hues as lines and letters: yellow is too pale for a thin line on white, dark blue too dark on black.
 _LINE_COLOURS: Mapping[Theme, tuple[str, ...]] = {
-    "light": ("#D98E00", "#3A9BD9", "#009E73", "#C2609A", "#D55E00", "#0072B2", "#A89A00"),
+    "light": ("#C98300", "#3A9BD9", "#009E73", "#C2609A", "#D55E00", "#0072B2", "#A09200"),
     "dark": ("#E69F00", "#56B4E9", "#1FBF92", "#DB93B9", "#F0762B", "#3D9BDB", "#F0E442"),
 }
 _DASHES: tuple[str, ...] = ("solid", "dash", "dot", "dashdot")
@@ -252,6 +252,15 @@ def load_coloraxis(theme: Theme, *, bound: float | None = None, length: int = 33
 def hex_to_rgb(colour: str) -> tuple[int, int, int]:
     """(red, green, blue), 0 to 255, of "#rrggbb"."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def ink_on(ground: str) -> str:
+    """Letters for a ground "#rrggbb": black or white, whichever stands out more, so at least 4.58 to 1 on any."""
+    shares = np.array(hex_to_rgb(ground)) / 255
+    linear = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
+    luminance = float(linear @ (0.2126, 0.7152, 0.0722))
+    # where the contrasts (1 + 0.05) / (L + 0.05) and (L + 0.05) / (0 + 0.05) are equal
+    return "#000000" if luminance > 1.05**0.5 * 0.05**0.5 - 0.05 else "#ffffff"
 
 
 def mix(colour: str, ground: str, share: float) -> str:

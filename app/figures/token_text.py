@@ -264,7 +264,7 @@ def _style(theme: Theme) -> str:
         ".rs-t{display:inline-block;white-space:pre-wrap;overflow-wrap:anywhere;border-radius:3px;line-height:1.4;"
         "margin:2px 1px 2px 0;padding:0 1px;cursor:help;transition:opacity .1s}"
         f".rs-{theme} .rs-t:hover{{outline:2px solid {p.text};outline-offset:0}}"
-        f".rs-{theme} .rs-t sub{{font-size:11px;line-height:0;vertical-align:-2px;bottom:0;opacity:.85;color:inherit;"
+        f".rs-{theme} .rs-t sub{{font-size:11px;line-height:0;vertical-align:-2px;bottom:0;color:inherit;"
         "margin-left:1px}"
         f".rs-{theme} .rs-none{{outline:1px dashed {p.muted};outline-offset:-1px}}"
         f".rs-{theme} .rs-found{{outline:2.5px solid {p.text};outline-offset:0}}"

@@ -6,7 +6,7 @@ Shapes: E experts of a layer, F of the next MoE layer.
 import numpy as np
 import streamlit as st
 
-from app import charts, coactivation, data, layer_keys, navigation, state
+from app import charts, coactivation, data, glossary, layer_keys, navigation, state
 from app.figures.pair_matrix import pair_matrix
 from app.text import plain
 from app.views import empty
@@ -49,7 +49,10 @@ def render() -> None:
             f"{steps_S[0]:,} to {steps_S[-1]:,}, counted together."
         )
     said = _together(run, layer, phase, load_E)
-    title.title(said or f"Layer {layer_keys.label(run, layer)}: each token uses one expert, so none fire together")
+    title.title(
+        said or f"Layer {layer_keys.label(run, layer)}: each token uses one expert, so none fire together",
+        help=glossary.explain("coactivation"),
+    )
     _flow(run, layer, phase, load_E)
     if st.button("See this layer's tokens", key="coactivation_tokens", icon=":material/text_fields:"):
         navigation.go("tokens", layer=layer, phase=phase)
@@ -114,7 +117,7 @@ def _flow(run: Run, layer: int, phase: str, load_E: np.ndarray) -> None:
         return
     next_key = layer_keys.key_of(run, frame.attrs["next_layer"], frame.attrs["next_router"])
     following = layer_keys.label(run, next_key)
-    st.subheader(f"From layer {named} to layer {following}", anchor=False)
+    st.subheader(f"From layer {named} to layer {following}", anchor=False, help=glossary.explain("transition"))
     st.caption(
         "Each row spreads the choices of an expert over the experts of the next MoE layer. Rows that all look alike "
         "mean that the next layer does not care; a cell that stands out is a path that tokens take together."

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, layer_keys, placing, state
+from app import charts, data, glossary, layer_keys, placing, state
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve, ReferenceLine
 from app.figures.load_heatmap import load_heatmap
@@ -72,9 +72,9 @@ def _head(
     with head:
         st.title(
             placing.headline(placed, ranks, spares),
-            help="Every rank waits for the slowest: its load over the mean of the ranks is what the layer costs "
-            "against a perfect split, 1. Mean of the steps of the window. Assignments are counted before capacity "
-            "drops any; communication is not in it.",
+            help=glossary.explain(
+                "slowest_rank_cost", "Mean of the steps of the window; communication between ranks is not in it."
+            ),
         )
         before, after = (placing.balancedness(placed, name) for name in (CONTIGUOUS, PLANNED))
         st.caption(

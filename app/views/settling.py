@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, layer_keys, navigation, settling, state
+from app import charts, data, glossary, layer_keys, navigation, settling, state
 from app.figures.count_bars import count_bars
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve, ReferenceLine
@@ -43,10 +43,7 @@ def render() -> None:
     churn = {layer: data.of_run(run, "churn", layer) for layer in saturation}
     head.title(
         settling.headline(_named(run, saturation)),
-        help="A probe is one fixed batch that is never trained on. Saturation: the mean over its tokens of the share "
-        f"of their final experts (those at the last probe) that they choose already; {percent(settling.SETTLED)} or "
-        "more at every later probe counts as settled (OLMoE 2409.02060). The last probe agrees with itself: its own "
-        "1 says nothing.",
+        help=glossary.explain("saturation", f"{percent(settling.SETTLED)} or more at every later probe is settled."),
     )
     with head:
         st.caption(

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import streamlit as st
 
-from app import charts, data, layer_keys, navigation, specialisation, state
+from app import charts, data, glossary, layer_keys, navigation, specialisation, state
 from app.figures.domain_matrix import domain_matrix
 from app.text import plain
 from app.views import empty
@@ -52,9 +52,11 @@ def render() -> None:
             plain(specialisation.headline(named, share))
             if len(share)
             else f"Layer {named}: which tokens its experts take",
-            help="Share of a domain's tokens that use an expert, against k/E, what even use would give (OLMoE "
-            "2409.02060), and against the mean of the other domains. An expert is called a domain's own from "
-            f"{specialisation.MUCH:g} times that on.",
+            help=glossary.explain(
+                "domain_specialisation",
+                "An expert is called a domain's own where the domain uses it at least "
+                f"{specialisation.MUCH:g} times as much as the other domains do on average.",
+            ),
         )
         st.caption(
             f"**{plain(run.name)}**, phase {phase}: all recorded decisions of {count(steps_S.size, 'step')}, "

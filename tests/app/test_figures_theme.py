@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
@@ -9,6 +11,9 @@ import pytest
 
 from app.figures import theme
 from app.figures.labels import number, plain, si, wrap
+from app.figures.token_text import INK, token_ground
+
+CONFIG = Path(__file__).resolve().parents[2] / ".streamlit" / "config.toml"
 
 
 def test_x10_load_scale_by_hand():
@@ -104,10 +109,32 @@ def contrast(a, b):
 def test_text_and_special_cells_stand_out(name):
     p = theme.palette(name)
     assert contrast(p.text, p.ground) > 10
-    assert contrast(p.muted, p.ground) > 4.5
+    assert contrast(p.muted, p.ground) >= 4.5
+    assert contrast(p.text, p.hover) > 10
+    assert contrast(p.muted, p.hover) >= 4.5
     assert contrast(theme.IDLE_COLOUR, p.ground) > 2.4
     for i in range(7):
-        assert contrast(theme.categorical_colour(i, theme=name), p.ground) > 2.2
+        assert contrast(theme.categorical_colour(i, theme=name), p.ground) >= 3  # lines, not letters
+
+
+@pytest.mark.parametrize("name", ["light", "dark"])
+def test_letters_on_grounds_of_any_colour_read(name):
+    ratios = [0, *np.logspace(-4.5, 4.5, 91, base=2), np.nan]
+    for ground in theme.load_colours(ratios, theme=name):
+        assert contrast(theme.ink_on(ground), ground) >= 4.5, ground
+    for colour in theme.OKABE_ITO:
+        assert contrast(INK, token_ground(colour, name)) >= 4.5, colour
+
+
+def test_the_pages_own_colours_read():
+    """Of .streamlit/config.toml: captions are 60% of the text, buttons have white letters on the accent colour."""
+    for name, colours in tomllib.loads(CONFIG.read_text())["theme"].items():
+        if name not in ("light", "dark"):
+            continue
+        assert contrast("#ffffff", colours["primaryColor"]) >= 4.5, name
+        for ground in (colours["backgroundColor"], colours["secondaryBackgroundColor"]):
+            assert contrast(theme.mix(colours["textColor"], ground, 0.6), ground) >= 4.5, (name, ground)
+        assert colours["backgroundColor"] == theme.palette(name).ground
 
 
 def test_colours_are_stable_by_order():

@@ -1,0 +1,304 @@
+"""What the dashboard costs: server time and bytes of each page, the runs page with many runs, memory under replay.
+
+    python benchmarks/app_pages.py [--pages runs,overview] [--run none] [--repeats 3] [--many 200] [--replay-minutes 0]
+
+It starts the real dashboard on the sample runs and opens each page in a real Chromium (Debian: package chromium).
+
+*Server time*: the server tells the browser when a run of the page's script begins (message `new_session`) and when it
+has ended (`script_finished`). Both pass over the page's WebSocket, where Chromium's own protocol gives each frame with
+the time it came. The time between the two, summed over the runs that opening the page takes, is the server's time with
+the sending of what it drew; the drawing in the browser is not in it. *cpu* is processor time of the server meanwhile,
+which a busy machine does not inflate. *First* is the first opening after the start of the server, *again* the median of
+`--repeats` more, each in a fresh browser window.
+
+*Sent*: all WebSocket frames to the browser, uncompressed, and what else came by HTTP beside Streamlit's own static
+files. Those are the same for every page and stay in the browser; they are shown apart.
+
+*Many runs*: a folder of so many copies of the sample runs, each with a run_id and a name of its own.
+
+*Replay*: the replay page plays by itself, from the start again at each end, for so many minutes; memory of the server
+(RSS) and of the page (JavaScript heap after a collection) every half minute. *Growth* is the median of the last third
+over the median of the middle third: the first third fills the caches.
+
+Bars: 2 s and 5 MB a page; 1 s for the runs page after the first time; memory flat, that is growth below 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.remove(str(Path(__file__).resolve().parent))  # where recorder.py would pass for the package of that name
+
+import psutil
+from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
+from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
+
+from app.navigation import VIEWS
+
+SAMPLES = Path(__file__).resolve().parents[1] / "sample_runs"
+PATIENCE_MS = 120_000
+BARS = {"seconds": 2.0, "megabytes": 5.0, "many_seconds": 1.0, "growth": 1.05}
+
+
+@dataclass
+class Traffic:
+    """What one browser window was sent: script runs as (start, end) in seconds, and bytes by kind."""
+
+    runs: list[tuple[float, float]] = field(default_factory=list)
+    bytes: dict[str, int] = field(default_factory=lambda: {"frames": 0, "http": 0, "static": 0})
+    _started: float | None = None
+    _urls: dict[str, str] = field(default_factory=dict)
+
+    def watch(self, devtools: CDPSession) -> None:
+        """Listen to a page; call before it is opened."""
+        devtools.on("Network.webSocketFrameReceived", self._frame)
+        devtools.on("Network.requestWillBeSent", lambda e: self._urls.update({e["requestId"]: e["request"]["url"]}))
+        devtools.on("Network.loadingFinished", self._loaded)
+        devtools.send("Network.enable")
+
+    @property
+    def server_seconds(self) -> float:
+        """Time that the server spent in runs of the script."""
+        return sum(end - start for start, end in self.runs)
+
+    @property
+    def megabytes(self) -> float:
+        """What this page itself was sent, Streamlit's static files not counted."""
+        return (self.bytes["frames"] + self.bytes["http"]) / 1e6
+
+    def _frame(self, event: dict[str, Any]) -> None:
+        data = base64.b64decode(event["response"]["payloadData"])
+        self.bytes["frames"] += len(data)
+        message = ForwardMsg.FromString(data)
+        kind = message.WhichOneof("type")
+        if kind == "new_session":
+            self._started = event["timestamp"]
+        elif kind == "script_finished" and self._started is not None:
+            self.runs.append((self._started, event["timestamp"]))
+            self._started = None
+
+    def _loaded(self, event: dict[str, Any]) -> None:
+        static = "/static/" in self._urls.get(event["requestId"], "")
+        self.bytes["static" if static else "http"] += int(event["encodedDataLength"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """One opening of a page. cpu_s: of the server; runs: of the script."""
+
+    server_s: float
+    cpu_s: float
+    megabytes: float
+    static_megabytes: float
+    runs: int
+
+
+@contextmanager
+def dashboard(folders: list[Path]) -> Iterator[tuple[str, psutil.Process]]:
+    """A running server on these folders: its address, and its process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "recorder.cli", "app", *map(str, folders), "--port", str(port)]
+    environment = {**os.environ, "STREAMLIT_SERVER_HEADLESS": "true"}
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{url}/_stcore/health", timeout=2).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+        yield url, psutil.Process(server.pid)
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+
+
+def settle(page: Page) -> None:
+    """Wait until the page is drawn and nothing runs any more."""
+    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
+    page.locator("[data-testid=stAppViewContainer] h1").first.wait_for()
+    page.wait_for_function("() => !document.querySelector('[data-testid=stSkeleton], [data-stale=true]')")
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Processor time of a process and those it started."""
+    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
+
+
+def open_page(browser: Browser, url: str, process: psutil.Process) -> Opened:
+    """Open a page in a fresh window and measure."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    traffic = Traffic()
+    traffic.watch(context.new_cdp_session(page))
+    before = cpu_seconds(process)
+    page.goto(url)
+    settle(page)
+    page.wait_for_timeout(300)  # a run that the page asks for once it is drawn
+    settle(page)
+    opened = Opened(
+        server_s=traffic.server_seconds,
+        cpu_s=cpu_seconds(process) - before,
+        megabytes=traffic.megabytes,
+        static_megabytes=traffic.bytes["static"] / 1e6,
+        runs=len(traffic.runs),
+    )
+    context.close()
+    return opened
+
+
+def measure(browser: Browser, url: str, process: psutil.Process, repeats: int) -> dict[str, Any]:
+    """A page for the first time, and the medians of opening it again."""
+    first = open_page(browser, url, process)
+    again = [open_page(browser, url, process) for _ in range(repeats)]
+    return {
+        "first_s": first.server_s,
+        "first_cpu_s": first.cpu_s,
+        "again_s": statistics.median(one.server_s for one in again),
+        "again_cpu_s": statistics.median(one.cpu_s for one in again),
+        "megabytes": max(one.megabytes for one in [first, *again]),
+        "static_megabytes": first.static_megabytes,
+        "script_runs": first.runs,
+    }
+
+
+def pages(browser: Browser, names: list[str], run: str, repeats: int) -> dict[str, dict[str, Any]]:
+    """Every page on the sample runs."""
+    found = {}
+    print(f"{'page':<16}{'first s':>9}{'cpu':>7}{'again s':>9}{'cpu':>7}{'sent MB':>9}{'static MB':>11}  within bars")
+    with tempfile.TemporaryDirectory() as home, dashboard([Path(home), SAMPLES]) as (url, process):
+        # the first window of all pays for the start of the server and is no page's doing
+        open_page(browser, f"{url}/glossary", process)
+        for name in names:
+            row = found[name] = measure(browser, f"{url}/{name}?run={run}", process, repeats)
+            _print_row(name, row, BARS["seconds"])
+    return found
+
+
+def many_runs(browser: Browser, count: int, repeats: int) -> dict[str, Any]:
+    """The runs page with so many runs in the folder."""
+    with tempfile.TemporaryDirectory() as home:
+        folder = Path(home)
+        copies(folder, count)
+        with dashboard([folder]) as (url, process):
+            row = measure(browser, f"{url}/runs", process, repeats)
+    _print_row(f"runs, {count} of them", row, BARS["many_seconds"])
+    return row
+
+
+def copies(folder: Path, count: int) -> None:
+    """So many runs in a folder, made of the sample runs."""
+    samples = sorted(path.parent for path in SAMPLES.glob("*/run.json"))
+    for number in range(count):
+        target = folder / f"run-{number:03d}"
+        shutil.copytree(samples[number % len(samples)], target)
+        manifest = json.loads((target / "run.json").read_text())
+        manifest |= {"run_id": target.name, "name": f"{manifest['name']} {number}"}
+        (target / "run.json").write_text(json.dumps(manifest))
+
+
+def replay(browser: Browser, run: str, minutes: float) -> dict[str, Any]:
+    """Memory over so many minutes of replay."""
+    print(f"{'minute':>7}{'server MB':>11}{'heap MB':>9}{'step':>7}")
+    rows: list[tuple[float, float, float]] = []
+    with tempfile.TemporaryDirectory() as home, dashboard([Path(home), SAMPLES]) as (url, process):
+        context = browser.new_context(viewport={"width": 1280, "height": 900})
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(f"{url}/replay?run={run}&step=0")
+        settle(page)
+        devtools = context.new_cdp_session(page)
+        play = page.get_by_role("button", name="Play", exact=True)
+        start, next_sample = time.monotonic(), 0.0
+        while (elapsed := time.monotonic() - start) < 60 * minutes:
+            if play.count():
+                play.click()
+            if elapsed >= next_sample:
+                next_sample += 30
+                devtools.send("HeapProfiler.collectGarbage")
+                heap = devtools.send("Runtime.getHeapUsage")["usedSize"] / 1e6
+                rows.append((elapsed / 60, process.memory_info().rss / 1e6, heap))
+                step = page.locator(".st-key-step input[type=range]").input_value()
+                print(f"{rows[-1][0]:7.1f}{rows[-1][1]:11.1f}{heap:9.1f}{step:>7}", flush=True)
+            page.wait_for_timeout(1000)
+        context.close()
+    third = len(rows) // 3
+    growth = {
+        name: statistics.median(row[place] for row in rows[-third:])
+        / statistics.median(row[place] for row in rows[third : 2 * third])
+        for name, place in (("server", 1), ("heap", 2))
+        if third
+    }
+    for name, ratio in growth.items():
+        print(f"{name}: growth {ratio:.3f} {'ok' if ratio < BARS['growth'] else 'OVER'}")
+    return {"rows": rows, "growth": growth}
+
+
+def _print_row(name: str, row: dict[str, Any], seconds: float) -> None:
+    ok = row["again_s"] <= seconds and row["megabytes"] <= BARS["megabytes"]
+    print(
+        f"{name:<16}{row['first_s']:9.2f}{row['first_cpu_s']:7.2f}{row['again_s']:9.2f}{row['again_cpu_s']:7.2f}"
+        f"{row['megabytes']:9.2f}{row['static_megabytes']:11.2f}  {'ok' if ok else 'OVER'}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure and print; `--json` writes the numbers too."""
+    names = [view.name for view in VIEWS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", default=",".join(names), help="which, separated by commas; '' for none")
+    parser.add_argument("--run", default="none", help="the sample run that pages show")
+    parser.add_argument("--repeats", type=int, default=3, help="openings after the first")
+    parser.add_argument("--many", type=int, default=200, help="runs in the folder of the second part; 0 leaves it out")
+    parser.add_argument("--replay-minutes", type=float, default=0, help="0 leaves the third part out")
+    parser.add_argument("--json", type=Path, help="a file for the numbers")
+    options = parser.parse_args()
+    wanted = [name for name in options.pages.split(",") if name]
+    if unknown := sorted(set(wanted) - set(names)):
+        parser.error(f"no page {', '.join(unknown)}; there are {', '.join(names)}")
+    if options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, got {options.repeats}")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        parser.error("no Chromium found: install the package chromium")
+    found: dict[str, Any] = {}
+    with sync_playwright() as playwright:
+        flags = ["--disable-gpu", "--no-sandbox"] if os.geteuid() == 0 else ["--disable-gpu"]
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+        if wanted:
+            found["pages"] = pages(browser, wanted, options.run, options.repeats)
+        if options.many:
+            found["many"] = many_runs(browser, options.many, options.repeats)
+        if options.replay_minutes:
+            found["replay"] = replay(browser, options.run, options.replay_minutes)
+        browser.close()
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
