@@ -218,8 +218,8 @@ def _sum(pieces: list[Counts]) -> Counts:
 
 
 def _what(job: Job) -> str:
-    task = job.tasks[0]
-    return "probes" if isinstance(task, ProbeTask) else ", ".join(part.name for part in task.parts)
+    names = [part.name for task in job.tasks if not isinstance(task, ProbeTask) for part in task.parts]
+    return ", ".join(dict.fromkeys(names)) or "probes"
 
 
 def _tried(write: Callable[[], None]) -> str | None:
