@@ -5,16 +5,17 @@ No more than one moment and one batch of rows is in memory.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from recorder import storage
+from recorder.analysis.id_pages import OtherLayoutError, ids_column, read_ids
 from recorder.catalog import fill_defaults
-from recorder.parts import PartFile, read_footer
+from recorder.parts import Footer, PartFile, read_footer
 from recorder.schema import PHASES, SCHEMAS, conform, lists_to_matrix, only
 from recorder.storage import Place
 
@@ -79,8 +80,8 @@ def moments(
     """
     gathered: _Gathered | None = None
     for part, first, stop in stretch:
-        for rows, told in _batches(folder / part.name, part, range(first, stop), columns):
-            for key, place, piece in _pieces(rows, routers, told):
+        for batch in _batches(folder / part.name, part, range(first, stop), columns):
+            for key, place, piece in _pieces(batch, routers):
                 if gathered is None or gathered.key != key:
                     if gathered is not None:
                         yield gathered.moment()
@@ -93,49 +94,78 @@ def moments(
 def moment_of(rows: pa.Table, routers: Mapping[int, int]) -> Moment | None:
     """The moment that these rows of `decisions`, all of one step, phase and segment, make; None without rows."""
     gathered: _Gathered | None = None
-    for key, place, piece in _pieces(rows, routers):
+    for key, place, piece in _pieces(_Batch(rows, {}), routers):
         gathered = gathered or _Gathered(key)
         gathered.pieces.setdefault(place, []).append(piece)
     return None if gathered is None else gathered.moment()
 
 
-def _batches(
-    path: Place, part: PartFile, row_groups: range, columns: Sequence[str]
-) -> Iterator[tuple[pa.Table, dict[str, np.ndarray]]]:
-    """Rows, batch by batch, and beside them the keys that need not be read; `phase` as its number in PHASES.
+class _Batch(NamedTuple):
+    """Rows of `decisions`, and beside them what need not be read with them.
 
-    Mostly a row group holds one step, phase, rank and segment, as its statistics tell: a third of the work.
+    keys: key columns that the footer tells, (rows,) each; `phase` as its number in PHASES.
+    ids_TK: the experts, where they were read from the pages.
     """
+
+    rows: pa.Table
+    keys: Mapping[str, np.ndarray]
+    ids_TK: np.ndarray | None = None
+
+
+def _batches(path: Place, part: PartFile, row_groups: range, columns: Sequence[str]) -> Iterator[_Batch]:
+    """The rows of some row groups. Mostly one holds one step, phase, rank and segment, and its statistics say so."""
     footer = read_footer(path, part.stored)
-    groups, names, here = footer.groups, footer.schema.names, list(row_groups)
-    told = {name: low[here] for name, low in groups.low.items() if (low[here] == groups.high[name][here]).all()}
-    phases = [groups.phase[group] for group in here]
-    if all(phase in PHASES for phase in phases):
-        told["phase"] = np.array([PHASES.index(phase) for phase in phases if phase], dtype=np.int64)
-    there = [name for name in columns if name in names and name not in told]
-    ends = np.cumsum([footer.metadata.row_group(group).num_rows for group in here])
-    start = 0
+    metadata, here = footer.metadata, list(row_groups)
+    column = None if storage.is_remote(path) else ids_column(metadata, footer.schema)
     # a phase as a number is read in a sixth of the time that text takes
-    as_numbers = [name for name in ("phase",) if name in there]
-    with storage.parquet_file(path, footer.metadata, part.stored, read_dictionary=as_numbers) as file:
+    as_numbers = [name for name in ("phase",) if name in footer.schema.names]
+    with storage.parquet_file(path, metadata, part.stored, read_dictionary=as_numbers) as file:
+        if isinstance(path, Path) and column is not None:
+            kind = footer.schema.field("experts").type
+            with path.open("rb") as pages:
+                for group in here:
+                    keys, there = _told(footer, [group], columns)
+                    try:
+                        ids_TK = read_ids(pages, metadata, group, column, kind)
+                        there.remove("experts")
+                    except OtherLayoutError:
+                        ids_TK = None
+                    rows = file.read_row_group(group, there, use_threads=False)
+                    keys = {name: np.repeat(values, rows.num_rows) for name, values in keys.items()}
+                    yield _Batch(rows, keys, ids_TK)
+            return
+        keys, there = _told(footer, here, columns)
+        ends = np.cumsum([metadata.row_group(group).num_rows for group in here])
+        start = 0
         for batch in file.iter_batches(_BATCH_ROWS, row_groups=here, columns=there, use_threads=False):
             stop = start + batch.num_rows
             rows_of_group = np.diff(np.clip(ends, start, stop), prepend=start)
-            keys = {name: np.repeat(values, rows_of_group) for name, values in told.items()}
-            yield pa.Table.from_batches([batch]), keys
+            of_rows = {name: np.repeat(values, rows_of_group) for name, values in keys.items()}
+            yield _Batch(pa.Table.from_batches([batch]), of_rows)
             start = stop
 
 
-def _pieces(
-    rows: pa.Table, routers: Mapping[int, int], told: Mapping[str, np.ndarray] = MappingProxyType({})
-) -> Iterator[tuple[tuple[int, int, str], tuple[int, int], Choices]]:
-    """Runs of rows with the same keys: (segment, step, phase), (rank, router), the choices.
+def _told(footer: Footer, row_groups: list[int], columns: Sequence[str]) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The keys that are of one value within each of these row groups, (groups,), and the columns left to read."""
+    groups = footer.groups
+    low, high = ({name: ends[row_groups] for name, ends in side.items()} for side in (groups.low, groups.high))
+    told = {name: values for name, values in low.items() if (values == high[name]).all()}
+    phases = [groups.phase[group] for group in row_groups]
+    if all(phase in PHASES for phase in phases):
+        told["phase"] = np.array([PHASES.index(phase) for phase in phases if phase], dtype=np.int64)
+    return told, [name for name in columns if name in footer.schema.names and name not in told]
 
-    `told` holds key columns that are not among the rows.
-    """
+
+def _pieces(
+    batch: _Batch, routers: Mapping[int, int]
+) -> Iterator[tuple[tuple[int, int, str], tuple[int, int], Choices]]:
+    """Runs of rows with the same keys: (segment, step, phase), (rank, router), the choices."""
+    rows, told, ids_TK = batch
     if not rows.num_rows:
         return
     lists = {name: rows[name].combine_chunks() for name in ("experts", "kept") if name in rows.column_names}
+    if ids_TK is None and pa.types.is_fixed_size_list(lists["experts"].type):  # else routers may differ in k
+        ids_TK = lists_to_matrix(lists["experts"])
     keys, phases = _keys(rows, routers, told)
     new = _changes(keys)
     if new.sum() > len(new) // 8:  # another writer's order: token by token, say
@@ -143,13 +173,12 @@ def _pieces(
         order = np.lexsort([*by_token, *(keys[name] for name in reversed(_KEYS))])
         keys = {name: values[order] for name, values in keys.items()}
         lists = {name: column.take(pa.array(order)) for name, column in lists.items()}
+        ids_TK = None if ids_TK is None else ids_TK[order]
         new = _changes(keys)
     starts = np.flatnonzero(new)
     stops = np.append(starts[1:], len(new))
     first = {name: keys[name][starts].tolist() for name in (*_KEYS, "layer")}
     token = keys["token"].astype(np.int64) if "token" in keys else np.empty(0, dtype=np.int64)
-    ids = lists["experts"]
-    alike = lists_to_matrix(ids) if pa.types.is_fixed_size_list(ids.type) else None  # else routers may differ in k
     for place, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
         at = {name: values[place] for name, values in first.items()}
         kept = lists["kept"].slice(start, stop - start) if "kept" in lists else None
@@ -159,7 +188,9 @@ def _pieces(
             Choices(
                 layer=at["layer"],
                 token_T=token[start:stop],
-                expert_ids_TK=lists_to_matrix(ids.slice(start, stop - start)) if alike is None else alike[start:stop],
+                expert_ids_TK=lists_to_matrix(lists["experts"].slice(start, stop - start))
+                if ids_TK is None
+                else ids_TK[start:stop],
                 kept_TK=_kept(kept, start, stop),
             ),
         )
