@@ -95,7 +95,8 @@ def main() -> None:
         found = json.loads(done.stdout.splitlines()[-1])
         shown = {name: "-" if found[name] is None else f"{1000 * found[name]:.0f} ms" for name in ("layer", "step")}
         print(
-            f"  {page:16} cold {found['cold']:6.2f} s ({found['processor']:.2f} s of processor)  another layer {shown['layer']:>8}  another step "
+            f"  {page:16} cold {found['cold']:6.2f} s ({found['processor']:.2f} s of processor)  "
+            f"another layer {shown['layer']:>8}  another step "
             f"{shown['step']:>8}  {found['mib']:5.0f} MiB  {'; '.join(found['problems'])}",
             flush=True,
         )

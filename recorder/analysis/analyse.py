@@ -114,8 +114,10 @@ def analyse(
 
 def stored_analysis(run: Run) -> Analysis | None:
     """What an earlier `analyse` kept with the run, where that is still all of it; None otherwise."""
-    plan = plan_analysis(run)
     store = Store(run.path)
+    if not store.holds_tables():  # to plan all of it takes a look at every step
+        return None
+    plan = plan_analysis(run)
     if store.read_table(TABLES[-1], plan.digest) is None:  # the last one written
         return None
 
