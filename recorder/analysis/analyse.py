@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recorder.analysis.count_stats import StatsTask
 from recorder.analysis.counts import Counts
 from recorder.analysis.plan import Job, Plan, Task, plan_analysis
 from recorder.analysis.settling import ProbeTask, merge_probes
@@ -161,7 +162,7 @@ def _count(
     read = len(plan.jobs) - len(new)
     return Analysis(
         tables.__getitem__,
-        problems=[*_known_problems(run), *problems],
+        problems=dict.fromkeys([*_known_problems(run), *problems]),  # the run may have met the same one
         kept=why_not,
         read_jobs=read,
         counted_jobs=len(new),
@@ -220,7 +221,12 @@ def _sum(pieces: list[Counts]) -> Counts:
 
 
 def _what(job: Job) -> str:
-    names = [part.name for task in job.tasks if not isinstance(task, ProbeTask) for part in task.parts]
+    names = [
+        f"{'layer_stats' if isinstance(task, StatsTask) else 'decisions'}/{part.name}"
+        for task in job.tasks
+        if not isinstance(task, ProbeTask)
+        for part in task.parts
+    ]
     return ", ".join(dict.fromkeys(names)) or "probes"
 
 
