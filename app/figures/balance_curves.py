@@ -310,8 +310,10 @@ def _uniform_lines(fig: go.Figure, experts: int, kind: str, uniform: float, colo
         fig.add_hline(y=coloured * uniform, **dotted)
         return f"Dotted: where the coloured experts would end at the uniform share, {share} each."
     every = -(-experts // 16)
-    for expert in range(every, experts, every):
-        fig.add_hline(y=expert * uniform, **dotted)
+    # all at once: add_hline looks at every trace, each time
+    across = {"type": "line", "xref": "x domain", "x0": 0, "x1": 1, **dotted}
+    shares = [expert * uniform for expert in range(every, experts, every)]
+    fig.update_layout(shapes=[across | {"y0": share, "y1": share} for share in shares])
     if every == 1:
         return f"Dotted: where the bands would meet at the uniform share, {share} each."
     return f"Dotted: where every {every} bands would end at the uniform share, {share} each."

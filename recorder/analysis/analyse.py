@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recorder.analysis.count_stats import StatsTask
 from recorder.analysis.counts import Counts
 from recorder.analysis.plan import Job, Plan, Task, plan_analysis
 from recorder.analysis.settling import ProbeTask, merge_probes
@@ -114,8 +115,10 @@ def analyse(
 
 def stored_analysis(run: Run) -> Analysis | None:
     """What an earlier `analyse` kept with the run, where that is still all of it; None otherwise."""
-    plan = plan_analysis(run)
     store = Store(run.path)
+    if not store.holds_tables():  # to plan all of it takes a look at every step
+        return None
+    plan = plan_analysis(run)
     if store.read_table(TABLES[-1], plan.digest) is None:  # the last one written
         return None
 
@@ -159,7 +162,7 @@ def _count(
     read = len(plan.jobs) - len(new)
     return Analysis(
         tables.__getitem__,
-        problems=[*_known_problems(run), *problems],
+        problems=dict.fromkeys([*_known_problems(run), *problems]),  # the run may have met the same one
         kept=why_not,
         read_jobs=read,
         counted_jobs=len(new),
@@ -218,8 +221,13 @@ def _sum(pieces: list[Counts]) -> Counts:
 
 
 def _what(job: Job) -> str:
-    task = job.tasks[0]
-    return "probes" if isinstance(task, ProbeTask) else ", ".join(part.name for part in task.parts)
+    names = [
+        f"{'layer_stats' if isinstance(task, StatsTask) else 'decisions'}/{part.name}"
+        for task in job.tasks
+        if not isinstance(task, ProbeTask)
+        for part in task.parts
+    ]
+    return ", ".join(dict.fromkeys(names)) or "probes"
 
 
 def _tried(write: Callable[[], None]) -> str | None:

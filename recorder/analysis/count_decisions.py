@@ -7,7 +7,7 @@ import numpy as np
 
 from moe_core import metrics
 from recorder.analysis.counts import Counts, Key
-from recorder.analysis.scan import Choices, Moment, moments
+from recorder.analysis.scan import COLUMNS, IDS_ONLY, Choices, Moment, Stretch, moments
 from recorder.analysis.token_rows import TokenRows, Tokens
 from recorder.merge import kept_rows
 from recorder.parts import PartFile
@@ -17,8 +17,12 @@ from recorder.storage import Place
 #: width is in the key; this one where the number of experts is not known.
 _WIDEST = 1 << 20
 
-#: The tables that need what the `tokens` table tells.
+#: The tables that need what the `tokens` table tells, and those that need all decisions of a moment side by side.
 TOKEN_TABLES = frozenset({"domains", "vocabulary", "repeats", "positions"})
+MOMENT_TABLES = TOKEN_TABLES | {"transitions"}
+
+#: So many ids wait before they are counted: many at once are counted faster, and more would be of no use.
+_WAITING_IDS = 1 << 22
 
 #: Phase, layer and router.
 Place3 = tuple[str, int, int]
@@ -38,20 +42,29 @@ class RouterMap:
         later = order[order.index(router) + 1 :] if router in order else []
         return later[0] if later and later[0] in there else None
 
+    def experts_of(self, router: int, expert_ids: np.ndarray) -> int:
+        """E as the manifest tells it, or as many as are seen here: sums grow."""
+        return max(self.num_experts.get(router, 0), int(expert_ids.max(initial=0)) + 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionTask:
-    """One task: parts of `decisions` whose moments end with them, and the parts of `tokens` that go with these."""
+    """One task: a stretch of `decisions` with which moments begin and end, and the parts of `tokens` to it."""
 
     run: Place
-    parts: tuple[PartFile, ...]
+    stretch: Stretch
     token_parts: tuple[PartFile, ...]
     segment_starts: Mapping[int, int]
     routers: RouterMap
     tables: tuple[str, ...]
 
+    @property
+    def parts(self) -> tuple[PartFile, ...]:
+        """The parts it reads of."""
+        return tuple(part for part, _, _ in self.stretch)
+
     def count(self) -> Counts:
-        """Read the parts once and count.
+        """Read the stretch once and count.
 
         Raises:
             OSError, ValueError, pa.ArrowException: a part cannot be read.
@@ -59,28 +72,31 @@ class DecisionTask:
         counts = Counts()
         tokens = TokenRows(self.run / "tokens", self.token_parts)
         with_tokens = bool(TOKEN_TABLES.intersection(self.tables))
-        for moment in moments(self.run / "decisions", self.parts, self.routers.of_layer):
+        columns = COLUMNS if MOMENT_TABLES.intersection(self.tables) else IDS_ONLY
+        waiting = _Waiting(counts, self.routers, with_pairs="coactivation" in self.tables)
+        for moment in moments(self.run / "decisions", self.stretch, self.routers.of_layer, columns):
             if kept_rows(np.array([moment.step]), np.array([moment.segment]), self.segment_starts).all():
-                self._count(counts, moment, tokens.of(moment) if with_tokens else {})
+                for (_, router), choices in moment.choices.items():
+                    waiting.add((moment.phase, choices.layer, router), choices.expert_ids_TK)
+                if columns is COLUMNS:
+                    self._count(counts, moment, tokens.of(moment) if with_tokens else {})
+        waiting.count()
         return counts
 
     def _count(self, counts: Counts, moment: Moment, tokens: Mapping[int, Tokens]) -> None:
+        """What must be counted moment by moment."""
         for rank in sorted({rank for rank, _ in moment.choices}):
             there = [router for other, router in moment.choices if other == rank]
             if rank in tokens:
                 _note_texts(counts, tokens[rank])
             for router in there:
                 choices = moment.choices[rank, router]
-                num_experts = _num_experts(choices, router, self.routers)
+                num_experts = self.routers.experts_of(router, choices.expert_ids_TK)
                 place = (moment.phase, choices.layer, router)
-                _count_loads(counts, place, choices, num_experts)
-                if "coactivation" in self.tables:
-                    together_EE = metrics.count_coactivation(choices.expert_ids_TK, num_experts)
-                    counts.add(Key("coactivation", *place), together_EE)
                 after = self.routers.next(router, there)
                 if after is not None and "transitions" in self.tables:
                     then = moment.choices[rank, after]
-                    others = _num_experts(then, after, self.routers)
+                    others = self.routers.experts_of(after, then.expert_ids_TK)
                     pairs = _count_transitions(choices, then, num_experts, others)
                     counts.add(Key("transitions", *place, f"{then.layer},{after}"), pairs)
                 if rank in tokens:
@@ -89,17 +105,40 @@ class DecisionTask:
                     _count_tokens(counts, place, choices, tokens[rank], num_experts, width)
 
 
-def _num_experts(choices: Choices, router: int, routers: RouterMap) -> int:
-    """E as the manifest tells it, or as many as are seen here: sums grow."""
-    return max(routers.num_experts.get(router, 0), int(choices.expert_ids_TK.max(initial=0)) + 1)
+class _Waiting:
+    """Choices whose moment does not matter, of one router side by side until there are enough to count.
 
+    Args:
+        counts: what they are added to.
+        routers: for E of each.
+        with_pairs: count which experts were chosen together, too.
+    """
 
-def _count_loads(counts: Counts, place: Place3, choices: Choices, num_experts: int) -> None:
-    ids_TK = choices.expert_ids_TK
-    routed = (ids_TK >= 0).any(axis=1)
-    counts.add(Key("tokens", *place), np.array([routed.sum()], dtype=np.int64))
-    counts.add(Key("load", *place), metrics.count_load(ids_TK, num_experts)[0])
-    counts.add(Key("first_choices", *place), metrics.count_load(ids_TK[:, 0], num_experts)[0])
+    def __init__(self, counts: Counts, routers: RouterMap, *, with_pairs: bool) -> None:
+        self._counts, self._routers, self._with_pairs = counts, routers, with_pairs
+        self._ids: dict[tuple[Place3, int], list[np.ndarray]] = {}
+        self._waiting = 0
+
+    def add(self, place: Place3, expert_ids_TK: np.ndarray) -> None:
+        self._ids.setdefault((place, expert_ids_TK.shape[1]), []).append(expert_ids_TK)
+        self._waiting += expert_ids_TK.size
+        if self._waiting >= _WAITING_IDS:
+            self.count()
+
+    def count(self) -> None:
+        """Count all that wait."""
+        for (place, _), pieces in self._ids.items():
+            ids_TK = np.concatenate(pieces)
+            num_experts = self._routers.experts_of(place[2], ids_TK)
+            load_E, unrouted = metrics.count_load(ids_TK, num_experts)
+            routed = int((ids_TK >= 0).any(axis=1).sum()) if unrouted else len(ids_TK)
+            self._counts.add(Key("tokens", *place), np.array([routed], dtype=np.int64))
+            self._counts.add(Key("load", *place), load_E)
+            self._counts.add(Key("first_choices", *place), metrics.count_load(ids_TK[:, 0], num_experts)[0])
+            if self._with_pairs:
+                self._counts.add(Key("coactivation", *place), metrics.count_coactivation(ids_TK, num_experts))
+        self._ids.clear()
+        self._waiting = 0
 
 
 def _count_transitions(choices: Choices, then: Choices, num_experts: int, others: int) -> np.ndarray:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from recorder.analysis.count_decisions import DecisionTask, RouterMap
+from recorder.analysis.count_decisions import MOMENT_TABLES, DecisionTask, RouterMap
 from recorder.analysis.count_stats import StatsTask
+from recorder.analysis.scan import Piece, Stretch
 from recorder.analysis.settling import PHASE, ProbeTask
 from recorder.analysis.tables import TABLES
 from recorder.parts import Footer, PartFile, part_rank
@@ -63,20 +64,25 @@ def plan_analysis(run: Run, tables: Sequence[str] = TABLES) -> Plan:
     decisions, tokens = run.table("decisions").live(), run.table("tokens").live()
     token_ranges = [(part, _range(footer)) for part, footer in tokens if footer.num_rows]
     jobs = []
+    by_moment = bool(MOMENT_TABLES.intersection(tables))
     for parts, span in _closed(decisions) if DECISION_TABLES.intersection(tables) else []:
         overlapping = tuple(
             part for part, of in token_ranges if of.first_step <= span.last_step and span.first_step <= of.last_step
         )
-        task = DecisionTask(
-            run=run.path,
-            parts=parts,
-            token_parts=overlapping,
-            segment_starts=_relevant(starts, span),
-            routers=routers,
-            tables=tuple(sorted(DECISION_TABLES.intersection(tables))),
-        )
-        depends_on = [_named(parts), _named(overlapping), task.segment_starts, routers, task.tables]
-        jobs.append(_job("decisions", [task], depends_on))
+        tasks = [
+            DecisionTask(
+                run=run.path,
+                stretch=stretch,
+                token_parts=overlapping,
+                segment_starts=_relevant(starts, span),
+                routers=routers,
+                tables=tuple(sorted(DECISION_TABLES.intersection(tables))),
+            )
+            for stretch in _stretches(parts, by_moment=by_moment)
+        ]
+        named = _named([part for part, _ in parts])
+        depends_on = [named, _named(overlapping), tasks[0].segment_starts, routers, tasks[0].tables]
+        jobs.append(_job("decisions", tasks, depends_on))
     for part, footer in run.table("layer_stats").live() if "stats" in tables else []:
         if footer.num_rows:
             relevant = _relevant(starts, _range(footer))
@@ -99,12 +105,12 @@ def _router_map(run: Run) -> RouterMap:
     )
 
 
-def _closed(live: Live) -> list[tuple[tuple[PartFile, ...], _Range]]:
+def _closed(live: Live) -> list[tuple[Live, _Range]]:
     """Parts in groups such that all decisions of one process and step are in one group.
 
-    Mostly each part is one: only where a flush came within a step do its rows lie in two.
+    While a run is recorded mostly each part is one: only where a flush came within a step do its rows lie in two.
     """
-    groups: list[tuple[list[PartFile], _Range]] = []
+    groups: list[tuple[list[tuple[PartFile, Footer]], _Range]] = []
     rank = None
     for part, footer in live:
         if not footer.num_rows:
@@ -113,7 +119,7 @@ def _closed(live: Live) -> list[tuple[tuple[PartFile, ...], _Range]]:
         if groups and part_rank(part.name) == rank and span.low <= groups[-1][1].high:
             parts, before = groups[-1]
             groups[-1] = (
-                [*parts, part],
+                [*parts, (part, footer)],
                 _Range(
                     min(before.low, span.low),
                     max(before.high, span.high),
@@ -122,9 +128,33 @@ def _closed(live: Live) -> list[tuple[tuple[PartFile, ...], _Range]]:
                 ),
             )
         else:
-            groups.append(([part], span))
+            groups.append(([(part, footer)], span))
         rank = part_rank(part.name)
-    return [(tuple(parts), span) for parts, span in groups]
+    return list(groups)
+
+
+def _stretches(parts: Live, *, by_moment: bool) -> list[Stretch]:
+    """About one for each of these parts, so that workers share the work.
+
+    by_moment: cut only where a new step begins with a row group.
+    """
+    if not by_moment:
+        return [((part, 0, footer.groups.count),) for part, footer in parts]
+    stretches: list[list[Piece]] = [[]]
+    latest: tuple[int, int] | None = None
+    for part, footer in parts:
+        groups = footer.groups
+        low, high = (zip(at["segment"].tolist(), at["step"].tolist(), strict=True) for at in (groups.low, groups.high))
+        first = 0
+        for group, (begin, end) in enumerate(zip(low, high, strict=True)):
+            if first == 0 and stretches[-1] and latest is not None and begin > latest:
+                if group:
+                    stretches[-1].append((part, 0, group))
+                stretches.append([])
+                first = group
+            latest = end if latest is None else max(latest, end)
+        stretches[-1].append((part, first, groups.count))
+    return [tuple(stretch) for stretch in stretches]
 
 
 def _range(footer: Footer) -> _Range:

@@ -68,6 +68,10 @@ class Store:
             storage.write(self._folder / f"{name}.parquet", write)
         storage.remove(self._partials, [f"{name}.parquet" for name in self.partials() - set(jobs)])
 
+    def holds_tables(self) -> bool:
+        """Whether there is anything to look at."""
+        return bool(storage.files(self._folder, ".parquet"))
+
     def read_table(self, name: str, digest: str) -> pa.Table | None:
         """One of the tables; None where it is not there or was made of other parts."""
         try:
