@@ -38,7 +38,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ sys.path.remove(str(Path(__file__).resolve().parent))  # where recorder.py would
 
 import psutil
 from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
+from playwright.sync_api import TimeoutError as PlaywrightTimeout
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
 from app.navigation import VIEWS
@@ -235,7 +236,8 @@ def replay(browser: Browser, run: str, minutes: float) -> dict[str, Any]:
         start, next_sample = time.monotonic(), 0.0
         while (elapsed := time.monotonic() - start) < 60 * minutes:
             if play.count():
-                play.click()
+                with suppress(PlaywrightTimeout):  # drawn anew in between: there is a next time
+                    play.click(timeout=3000)
             if elapsed >= next_sample:
                 next_sample += 30
                 devtools.send("HeapProfiler.collectGarbage")
