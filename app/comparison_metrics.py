@@ -159,7 +159,7 @@ def _measure(path: Place, fingerprint: int, steps: tuple[int, ...] | None, _run:
         stats = data.layer_stats(_run, key)
         entry = {"key": key, "label": stats.label, "num_experts": stats.num_experts, "top_k": stats.top_k}
         found.append(entry | _values(stats, steps))
-    return Measured(ce_loss=_loss(_run, steps), layers=found)
+    return Measured(ce_loss=mean_loss(_run, steps), layers=found)
 
 
 def by_stretch(one: Compared, metric: Metric, layer: int, window: Window) -> list[float] | None:
@@ -182,17 +182,18 @@ def _values(stats: LayerStats, steps: tuple[int, ...] | None) -> dict[str, float
     return {metric.key: metric.of(stats, rows) for metric in OF_LAYERS if metric.of is not None}
 
 
-def _loss(run: Run, steps: tuple[int, ...] | None) -> float | None:
+def mean_loss(run: Run, steps: tuple[int, ...] | None, column: str = CE_LOSS) -> float | None:
+    """Mean of a loss over these steps, or over the run's own last ones; None where none was recorded or not finite."""
     frame = data.steps(run)
-    return _losses(run, [tuple(frame["step"].tail(WINDOW)) if steps is None else steps])[0]
+    return _losses(run, [tuple(frame["step"].tail(WINDOW)) if steps is None else steps], column)[0]
 
 
-def _losses(run: Run, each: Sequence[tuple[int, ...]]) -> list[float | None]:
-    """Mean cross-entropy over each of these sets of steps; None where none was recorded or one is not finite."""
+def _losses(run: Run, each: Sequence[tuple[int, ...]], column: str = CE_LOSS) -> list[float | None]:
+    """Mean of a loss over each of these sets of steps; None where none was recorded or one is not finite."""
     frame = data.steps(run)
-    recorded_S = frame[CE_LOSS].notna().to_numpy(bool)
+    recorded_S = frame[column].notna().to_numpy(bool)
     steps_S = frame["step"].to_numpy(np.int64)[recorded_S]
-    values_S = frame[CE_LOSS].to_numpy(np.float64, na_value=np.nan)[recorded_S]
+    values_S = frame[column].to_numpy(np.float64, na_value=np.nan)[recorded_S]
     known = [values_S[np.isin(steps_S, steps)] for steps in each]
     return [_number(some.mean()) if some.size else None for some in known]
 

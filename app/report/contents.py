@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from app import comparison, data, layer_keys
-from app.comparison import METRICS, WINDOW, Compared
+from app import comparison, comparison_tables, comparison_words, data, layer_keys
+from app.comparison import WINDOW, Compared
+from app.comparison_metrics import METRICS, Measured, mean_loss, measure
 from app.export_page import PageFigure, page
 from app.figures.inputs import LoadSeries
 from app.report import markup, pictures
@@ -24,6 +25,7 @@ MAX_LAYERS = 16  # drawn by step; of more, those that are least balanced
 MAX_PANELS = 96  # one a run and layer: of many runs fewer layers are drawn
 
 Parts = list[str | PageFigure]
+Layers = Sequence[Mapping[str, Any]]  # what each layer of a run comes to, as in a summary
 
 
 def report_html(runs: Sequence[Run], say: Callable[[str], None] = lambda text: None) -> str:
@@ -72,10 +74,10 @@ def _one(one: Compared, say: Callable[[str], None]) -> tuple[str, Parts]:
     parts += _numbers(run, summary)
     say(f"{one.label}: model map and load")
     parts += _present(pictures.layers(run, over=_covered(run).words))
-    chosen = _least_balanced([summary])
+    chosen = _least_balanced([summary["layers"]])
     series = [data.load_series(run, key) for key in chosen]
     series = [replace(each, run=one.label) for each in series]
-    parts += [*_which(chosen, layer_keys.keys(run)), _load(series, [one], [summary], _covered(run).words)]
+    parts += [*_which(chosen, layer_keys.keys(run)), _load(series, [one], [summary["layers"]], _covered(run).words)]
     parts += _losses([one], say)
     say(f"{one.label}: balance by step")
     parts += pictures.balance(series, colours={one.label: one.colour}, words=f"{one.label}, {_layers(series)}")
@@ -181,20 +183,23 @@ def _compared(runs: Sequence[Compared], say: Callable[[str], None]) -> Parts:
     common = [key for key in runs[0].layers if all(key in one.layers for one in runs)]
     steps_S = comparison.shared_steps(runs, (common or runs[0].layers)[0])
     window = comparison.window_of(steps_S)
-    summaries = [comparison.summary(one, window) for one in runs]
-    parts: Parts = [markup.heading(comparison.answer(runs, summaries), 1)]
+    found = [measure(one, window) for one in runs]
+    layers = [one.layers for one in found]
+    parts: Parts = [markup.heading(comparison_words.answer(runs, found, window), 1)]
     shared = f"They share {count(steps_S.size, 'recorded step')}" if steps_S.size else "They share no recorded step"
     names = listed([f"{one.label} ({one.run.status}, last step {value(one.run.last_step)})" for one in runs])
     parts.append(markup.paragraph(f"{names}. {shared}; the numbers are of {window.words}.", muted=True))
-    chosen = _least_balanced(summaries)
+    chosen = _least_balanced(layers)
     every = list(dict.fromkeys(key for one in runs for key in one.layers))
-    parts += _metrics(runs, summaries, window, [key for key in chosen if key in common])
+    parts += _metrics(runs, found, window, [key for key in chosen if key in common])
     say("load of every expert by step")
     series = [
         replace(data.load_series(one.run, key), run=one.label) for one in runs for key in one.layers if key in chosen
     ]
-    parts += [markup.heading("Side by side"), *_which(chosen, every), _load(series, runs, summaries, window.words)]
-    parts += _losses(runs, say, summaries, f"the {window.short}")
+    parts += [markup.heading("Side by side"), *_which(chosen, every), _load(series, runs, layers, window.words)]
+    steps = window.steps if window.shared else None
+    ends = [{column: mean_loss(one.run, steps, column) for column in ("loss", "ce_loss")} for one in runs]
+    parts += _losses(runs, say, ends, f"the {window.short}")
     say("balance by step")
     colours = {one.label: one.colour for one in runs}
     parts += pictures.balance(series, colours=colours, words=f"{listed(list(colours))}, {_layers(series)}")
@@ -203,15 +208,15 @@ def _compared(runs: Sequence[Compared], say: Callable[[str], None]) -> Parts:
 
 def _metrics(
     runs: Sequence[Compared],
-    summaries: Sequence[Mapping[str, Any]],
+    found: Sequence[Measured],
     window: comparison.Window,
     layers: Sequence[int],
 ) -> list[str]:
     parts = [markup.heading("Final metrics")]
     if layers:
-        layer = max(layers, key=lambda key: _violation(summaries, key))
+        layer = max(layers, key=lambda key: _violation([one.layers for one in found], key))
         label = layer_keys.label(runs[0].run, layer)
-        frame = comparison.table(runs, summaries, layer, window)
+        frame = comparison_tables.table(runs, found, layer, window)
         frame = frame.drop(
             columns=[name for name in ("difference", "better") if name in frame and frame[name].isna().all()]
         )
@@ -225,20 +230,18 @@ def _metrics(
             markup.paragraph(f"Layer {label}, the least balanced of those that all have. {better}"),
             markup.table(frame),
         ]
-    frame = comparison.every_layer(runs, summaries)
+    frame = comparison_tables.every_layer(runs, found)
     return [*parts, markup.paragraph("Every layer of every run:"), markup.table(frame), _meanings()]
 
 
 # ---------------------------------------------------------------------------------------------------- for both
 
 
-def _load(
-    series: Sequence[LoadSeries], runs: Sequence[Compared], summaries: Sequence[Mapping[str, Any]], over: str
-) -> PageFigure:
+def _load(series: Sequence[LoadSeries], runs: Sequence[Compared], layers: Sequence[Layers], over: str) -> PageFigure:
     parts = []
-    for one, found in zip(runs, summaries, strict=True):
-        layers = [entry for entry in found["layers"] if entry["idle_experts"] is not None and entry["num_experts"]]
-        idle, experts = (sum(entry[key] for entry in layers) for key in ("idle_experts", "num_experts"))
+    for one, its in zip(runs, layers, strict=True):
+        known = [entry for entry in its if entry["idle_experts"] is not None and entry["num_experts"]]
+        idle, experts = (sum(entry[key] for entry in known) for key in ("idle_experts", "num_experts"))
         said = f"{idle} of {experts:,} experts idle" if experts else "no token routed"
         parts.append(f"{one.label}: {said}" if len(runs) > 1 else f"{said[0].upper()}{said[1:]}")
     title = f"{'; '.join(parts)}, over {over}"
@@ -249,28 +252,28 @@ def _load(
 def _losses(
     runs: Sequence[Compared],
     say: Callable[[str], None],
-    summaries: Sequence[Mapping[str, Any]] | None = None,
+    ends: Sequence[Mapping[str, float | None]] | None = None,
     over: str | None = None,
 ) -> Parts:
-    """The losses by step; without summaries and the steps they are about, each run's own last steps."""
+    """The losses by step; without their ends and the steps these are about, each run's own last steps."""
     say("losses")
-    found = summaries or [data.summary(one.run) for one in runs]
+    ends = ends or [data.summary(one.run)["losses"] for one in runs]
     if over is None:
         steps_S = data.steps(runs[0].run)["step"].to_numpy(np.int64)
         over = overview.Covered(steps_S, WINDOW, data.main_phase(runs[0].run)).words
-    figure = pictures.losses(runs, over=over, ends=[one["losses"] for one in found])
+    figure = pictures.losses(runs, over=over, ends=ends)
     return [markup.paragraph("No loss was recorded.")] if figure is None else [figure]
 
 
-def _least_balanced(summaries: Sequence[Mapping[str, Any]]) -> list[int]:
+def _least_balanced(layers: Sequence[Layers]) -> list[int]:
     """The keys of the layers that are drawn by step, in the order of the model."""
-    keys = list(dict.fromkeys(layer["key"] for found in summaries for layer in found["layers"]))
-    worst = sorted(keys, key=lambda key: _violation(summaries, key), reverse=True)
-    return sorted(worst[: min(MAX_LAYERS, MAX_PANELS // len(summaries))])
+    keys = list(dict.fromkeys(layer["key"] for its in layers for layer in its))
+    worst = sorted(keys, key=lambda key: _violation(layers, key), reverse=True)
+    return sorted(worst[: min(MAX_LAYERS, MAX_PANELS // len(layers))])
 
 
-def _violation(summaries: Sequence[Mapping[str, Any]], key: int) -> float:
-    values = [comparison.of_layer(found, key).get("max_violation_window") for found in summaries]
+def _violation(layers: Sequence[Layers], key: int) -> float:
+    values = [entry["max_violation_window"] for its in layers for entry in its if entry["key"] == key]
     return max((number for number in values if number is not None), default=-1.0)
 
 
