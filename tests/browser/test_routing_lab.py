@@ -1,9 +1,10 @@
 """The Routing lab in a real browser: numbers typed into the table, and what survives a reload."""
 
+import contextlib
 import re
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import TimeoutError, expect
 
 FIRST_MS = 180_000  # the first visit loads torch, which a busy machine takes its time for
 pytestmark = pytest.mark.browser
@@ -19,9 +20,14 @@ def cell(page, row, column):
 
 
 def type_into(page, dashboard, row, column, text):
-    page.mouse.click(*cell(page, row, column))
-    page.keyboard.press("Enter")  # opens the cell; letters typed before it is open would be lost
-    page.locator("#portal textarea").fill(text)
+    field = page.locator("#portal textarea")
+    for _ in range(6):  # the table takes a click only once it is drawn and stands still
+        page.mouse.click(*cell(page, row, column))
+        page.keyboard.press("Enter")  # opens the cell; letters typed before it is open would be lost
+        with contextlib.suppress(TimeoutError):
+            field.wait_for(timeout=8000)
+            break
+    field.fill(text)
     page.keyboard.press("Enter")
     dashboard.settle(page)
 
