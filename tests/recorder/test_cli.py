@@ -177,7 +177,7 @@ def test_runs_and_summary_print_json_for_programs(recorded):
     rows = json.loads(run("runs", recorded, "--json").stdout)
     assert [row["run_id"] for row in rows] == ["first"]
     expected = {"run_id", "name", "path", "status", "balancer", "num_experts", "top_k", "last_step", "loss"}
-    expected |= {"ce_loss", "max_violation", "max_violation_window", "dead_experts", "idle_experts"}
+    expected |= {"ce_loss", "max_violation", "max_violation_window", "dead_experts", "idle_experts", "tags"}
     assert set(rows[0]) == expected
     summary = json.loads(run("summary", recorded / "first", "--json", "--window", "4").stdout)
     stats = pq.read_table(recorded / "first" / "layer_stats").to_pandas()
