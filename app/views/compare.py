@@ -22,6 +22,7 @@ from app import (
     words,
 )
 from app.comparison import WINDOW, Compared, layer_label
+from app.report.button import report_button
 from app.text import plain
 from app.views import compare_curves, compare_differences, compare_loads, compare_tables, empty
 
@@ -80,6 +81,7 @@ def render() -> None:
     compare_tables.metrics(compared, found, layer, window)
     compare_curves.show(compared, found, layer, window)
     compare_differences.show(compared, found, layer, window)
+    report_button([one.run for one in compared])
 
 
 # --------------------------------------------------------------------------------------------------- which runs

@@ -13,6 +13,7 @@ import streamlit as st
 from app import charts, data, diagnosis_panel, health, layer_keys, navigation, record_again, state, x_axis
 from app.layer_stats import LayerStats
 from app.ranks import ranks_line
+from app.report.button import report_button
 from app.text import plain
 from app.views import empty, overview_charts, overview_losses
 from app.words import NONE, count, listed, step_word, value
@@ -74,6 +75,7 @@ def render() -> None:
     overview_charts.shares(run, layer, axis)
     _layer_table(run, summary, covered)
     _events(run)
+    report_button([run])
     record_again.buttons(run, "overview")
 
 
