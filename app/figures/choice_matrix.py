@@ -12,14 +12,10 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from app.figures.labels import category_ticks, number
-from app.figures.theme import Theme, figure_layout, palette
+from app.figures.theme import SHARE_SCALE, Theme, figure_layout, palette
 
 MOST_ROWS = 32
 _MOST_LARGE = 256  # cells; more are too small for a number and a frame, and get a dot
-_INTENSITY = {  # the hue of shares and weights, as in the other matrices
-    "light": [[0.0, "#f2f8f5"], [0.5, "#58ab8c"], [1.0, "#00432f"]],
-    "dark": [[0.0, "#16211d"], [0.5, "#2f9673"], [1.0, "#b9f5dd"]],
-}
 _FRAME = {"light": "#D55E00", "dark": "#F0762B"}
 
 
@@ -57,7 +53,7 @@ def choice_matrix(
             zmin=float(low),
             zmax=float(high if high > low else low + 1),
             customdata=said,
-            colorscale=_INTENSITY[theme],
+            colorscale=SHARE_SCALE[theme],
             hoverongaps=True,
             xgap=2 if E <= 16 else 1,
             ygap=2 if E <= 16 else 1,

@@ -10,13 +10,9 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from app.figures.labels import category_ticks
-from app.figures.theme import Theme, figure_layout, palette
+from app.figures.theme import SHARE_SCALE, Theme, figure_layout, palette
 
 # One hue for shares, as in the matrix of tokens: neither the load's colours nor an expert's.
-_INTENSITY = {
-    "light": [[0.0, "#f2f8f5"], [0.5, "#58ab8c"], [1.0, "#00432f"]],
-    "dark": [[0.0, "#16211d"], [0.5, "#2f9673"], [1.0, "#b9f5dd"]],
-}
 MAX_SIDE = 100  # rows or columns; more are pooled by their maximum
 
 
@@ -54,7 +50,7 @@ def pair_matrix(
             z=share,
             zmin=0,
             zmax=limit,
-            colorscale=_INTENSITY[theme],
+            colorscale=SHARE_SCALE[theme],
             hoverongaps=False,
             xgap=1 if len(columns) <= 64 else 0,
             ygap=1 if len(rows) <= 64 else 0,

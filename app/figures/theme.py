@@ -105,6 +105,17 @@ def colour_map(names: Sequence[str], *, theme: Theme = "light", fill: bool = Fal
     return {name: categorical_colour(i, theme=theme, fill=fill) for i, name in enumerate(unique)}
 
 
+#: Gate weights: the least of them still stands out from the ground, on which there is no weight at all.
+INTENSITY: dict[Theme, list[list[float | str]]] = {
+    "light": [[0.0, "#dcefe7"], [0.5, "#58ab8c"], [1.0, "#00432f"]],
+    "dark": [[0.0, "#1c3a31"], [0.5, "#2f9673"], [1.0, "#b9f5dd"]],
+}
+#: Shares, in the same hue, from 0, which is almost the ground.
+SHARE_SCALE: dict[Theme, list[list[float | str]]] = {
+    "light": [[0.0, "#f2f8f5"], [0.5, "#58ab8c"], [1.0, "#00432f"]],
+    "dark": [[0.0, "#16211d"], [0.5, "#2f9673"], [1.0, "#b9f5dd"]],
+}
+
 # ---------------------------------------------------------------------------------------------- the load scale
 
 LOAD_FLOOR = 1 / 16

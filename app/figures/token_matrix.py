@@ -9,14 +9,10 @@ import numpy as np
 import plotly.graph_objects as go
 
 from app.figures.labels import category_ticks, next_step, plain
-from app.figures.theme import MONO_FAMILY, Theme, figure_layout, palette
+from app.figures.theme import INTENSITY, MONO_FAMILY, Theme, figure_layout, palette
 from app.figures.token_text import TokenRows
 
 # Green, one hue: neither the load's blue and red nor an expert's colour. More weight stands out more from the page.
-INTENSITY = {
-    "light": [[0.0, "#dcefe7"], [0.5, "#58ab8c"], [1.0, "#00432f"]],
-    "dark": [[0.0, "#1c3a31"], [0.5, "#2f9673"], [1.0, "#b9f5dd"]],
-}
 MAX_EXPERT_ROWS = 64
 MAX_MATRIX_TOKENS = 256
 MAX_LABELLED = 80  # of about 700 pixels a label turned upright needs nine

@@ -12,8 +12,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from app.figures.labels import category_ticks, plain
-from app.figures.theme import Theme, figure_layout, palette, undimmed
-from app.figures.token_matrix import INTENSITY
+from app.figures.theme import INTENSITY, Theme, figure_layout, palette, undimmed
 
 MAX_NUMBERED = 32  # columns in which a cell has room for an expert's number
 _ROW = 20  # pixels
