@@ -1,12 +1,13 @@
 """How every chart is put on a page: width, theme, alternative text, the numbers behind it close by, and as files."""
 
+import re
 from functools import partial
 from typing import Any, Literal
 
 import pandas as pd
 import streamlit as st
 
-from app import export, export_images
+from app import export, export_images, navigation, state
 
 _CONFIG = {
     "displaylogo": False,
@@ -14,6 +15,7 @@ _CONFIG = {
 }
 _HANDLED = "_clicks_handled"
 _SAVE = ":material/download:"
+_NO_NAME = re.compile(r"[^\w.=+-]+")  # letters that a file's name is better without
 
 
 def theme() -> Literal["light", "dark"]:
@@ -67,18 +69,24 @@ def save(figure: Any, *, key: str, alt: str, chart: str | None = None) -> None:
     key    the name of the files, unique on the page
     chart  the key of the chart that shows it, where that is another
     """
-    now = theme()
+    now, file = theme(), _file(key)
     with st.popover("Save", icon=_SAVE, type="tertiary", key=f"{key}_save"), st.container(horizontal=True, gap="small"):
-        export_images.buttons(chart=chart or key, name=key, alt=alt, theme=now, key=f"{key}_image")
+        export_images.buttons(chart=chart or key, name=file, alt=alt, theme=now, key=f"{key}_image")
         st.download_button(
             "HTML",
-            data=lambda: export.figure_html(figure, name=key, alt=alt, theme=now),
-            file_name=f"{key}.html",
+            data=lambda: export.figure_html(figure, name=file, alt=alt, theme=now),
+            file_name=f"{file}.html",
             mime="text/html",
             key=f"{key}_html",
             help="One file of about 5 MB that opens without a network, as interactive as here.",
             on_click="ignore",
         )
+
+
+def _file(key: str) -> str:
+    """The name of a saved figure or table: on a page of one run with the run's in front."""
+    run = state.current("run") if state.page() in navigation.OF_ONE_RUN else None
+    return key if run is None else f"{_NO_NAME.sub('-', run)}-{key}"
 
 
 def table(frame: pd.DataFrame, *, key: str, columns: dict[str, Any] | None = None) -> None:
@@ -93,7 +101,7 @@ def table(frame: pd.DataFrame, *, key: str, columns: dict[str, Any] | None = Non
             st.download_button(
                 f"Save as {name}",
                 data=partial(convert, frame),
-                file_name=f"{key}.{name.lower()}",
+                file_name=f"{_file(key)}.{name.lower()}",
                 mime=mime,
                 key=f"{key}_{name.lower()}",
                 icon=_SAVE,

@@ -45,13 +45,17 @@ def as_good(best_B: Sequence[float], other_B: Sequence[float], better: str) -> b
 
 
 def group_as_good(best: Sequence[float], other: Sequence[float], better: str) -> bool | None:
-    """The same of two groups of runs, by Welch's t: None where a group of one run leaves that open."""
+    """The same of two groups of runs, by Welch's t.
+
+    None where that is open: a group of one run, or runs that do not differ at all within their groups (copies, or one
+    seed recorded twice), which tell nothing of how far others would.
+    """
     if min(len(best), len(other)) < 2:
         return None
     behind = (float(np.mean(other)) - float(np.mean(best))) * (1 if better == "lower" else -1)
     parts = [float(np.var(group, ddof=1)) / len(group) for group in (best, other)]
     error = sum(parts)
     if error == 0:
-        return behind <= 0
+        return True if behind == 0 else None
     spent = sum(part**2 / (len(group) - 1) for part, group in zip(parts, (best, other), strict=True))
     return behind <= t_95(max(error**2 / spent, 1.0)) * math.sqrt(error)

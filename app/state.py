@@ -179,7 +179,7 @@ def pick_option(
     show(name, value)
     if len(options) == 1 and not as_list:
         return value
-    _fill(name, value, tuple(options))
+    _fill(name, value, _labelled(options, format_func))
     common: dict[str, Any] = {
         "format_func": format_func,
         "key": name,
@@ -213,7 +213,7 @@ def pick_options(
     known = [text for text in dict.fromkeys(wanted_list(name)) if text in options][:max_selections]
     value = known or [text for text in default if text in options]
     show(name, value)
-    _fill(name, value, tuple(options))
+    _fill(name, value, _labelled(options, format_func))
     return st.multiselect(
         label,
         list(options),
@@ -347,6 +347,12 @@ def _wanted() -> dict[str, list[str]]:
 def _check(name: str) -> None:
     if name not in NAMES:
         raise ValueError(f"unknown choice {name!r}; known are {', '.join(NAMES)}")
+
+
+def _labelled(options: Sequence[Any], format_func: Callable[[Any], str]) -> tuple[Any, ...]:
+    # The browser knows an option by its label alone: after a rename, or when "(running)" goes, it would send back one
+    # that means nothing any more, unless it is told again.
+    return tuple((option, format_func(option)) for option in options)
 
 
 def _fill(key: str, value: Any, range_: tuple[Any, ...]) -> None:

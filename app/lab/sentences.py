@@ -66,7 +66,8 @@ def _then(outcome: Outcome, settings: Settings) -> str:
             return "no bias would move"
         expert = int(outcome.load_E.argmax())
         whose = "the bias of the first" if (outcome.load_E == outcome.load_E.max()).sum() > 1 else "its bias"
-        return f"{whose} would go from {value(float(old_E[expert]))} to {value(float(outcome.updated.bias_E[expert]))}"
+        before, after = (value(float(bias_E[expert])) for bias_E in (old_E, outcome.updated.bias_E))
+        return f"{whose} would stay at {before}" if before == after else f"{whose} would go from {before} to {after}"
     if settings.balancer == "z":
         return f"the z-loss is {value(outcome.z_loss)}"
     if settings.is_loss:

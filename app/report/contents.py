@@ -242,7 +242,7 @@ def _load(series: Sequence[LoadSeries], runs: Sequence[Compared], layers: Sequen
     for one, its in zip(runs, layers, strict=True):
         known = [entry for entry in its if entry["idle_experts"] is not None and entry["num_experts"]]
         idle, experts = (sum(entry[key] for entry in known) for key in ("idle_experts", "num_experts"))
-        said = f"{idle} of {experts:,} experts idle" if experts else "no token routed"
+        said = f"{idle:.0f} of {experts:,.0f} experts idle" if experts else "no token routed"
         parts.append(f"{one.label}: {said}" if len(runs) > 1 else f"{said[0].upper()}{said[1:]}")
     title = f"{'; '.join(parts)}, over {over}"
     alt = f"Load over the uniform share of each expert by step, {_layers(series)}. {title}."

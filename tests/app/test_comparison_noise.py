@@ -40,7 +40,7 @@ def test_groups_are_told_apart_by_their_spread_and_not_where_one_is_alone() -> N
     assert group_as_good([0, 1, 2], [3, 4, 5], "lower") is False
     assert group_as_good([1.0], [5.0, 6.0], "lower") is None
     assert group_as_good([1.0, 1.0], [1.0, 1.0], "lower") is True
-    assert group_as_good([1.0, 1.0], [2.0, 2.0], "lower") is False
+    assert group_as_good([1.0, 1.0], [2.0, 2.0], "lower") is None
 
 
 def test_a_window_is_cut_into_five_stretches_in_order() -> None:

@@ -53,7 +53,7 @@ def test_a_figure_as_png_svg_and_html(page, dashboard, browser, theme, tmp_path)
     expect(page.locator(".st-key-load .js-plotly-plot")).to_be_visible()
 
     name, path = save_figure(page, "load", "PNG")
-    assert name == "load.png"
+    assert name == "none-load.png"
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     image = Image.open(path).convert("RGB")
     shown = page.locator(".st-key-load .js-plotly-plot").bounding_box()
@@ -64,7 +64,7 @@ def test_a_figure_as_png_svg_and_html(page, dashboard, browser, theme, tmp_path)
     assert np.all(right_edge == GROUND[theme])
 
     name, path = save_figure(page, "load", "SVG")
-    assert name == "load.svg"
+    assert name == "none-load.svg"
     drawn = ET.parse(path).getroot()
     assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
     said = " ".join("".join(text.itertext()) for text in drawn.iter("{http://www.w3.org/2000/svg}text"))
@@ -72,7 +72,7 @@ def test_a_figure_as_png_svg_and_html(page, dashboard, browser, theme, tmp_path)
     assert "Load over the uniform share" in drawn.find("{http://www.w3.org/2000/svg}title").text
 
     name, path = save_figure(page, "load", "HTML")
-    assert name == "load.html"
+    assert name == "none-load.html"
     kept = tmp_path / name
     kept.write_bytes(path.read_bytes())
     window, other, outside = opened_offline(browser, kept)
@@ -87,10 +87,10 @@ def test_the_numbers_as_csv_and_parquet(page, dashboard):
     dashboard.open(page, "overview?run=none")
     page.locator("summary", has_text="Numbers").first.click()
     name, path = save(page, page.locator(".st-key-load_numbers_csv button"))
-    assert name == "load_numbers.csv"
+    assert name == "none-load_numbers.csv"
     csv = pd.read_csv(path)
     name, path = save(page, page.locator(".st-key-load_numbers_parquet button"))
-    assert name == "load_numbers.parquet"
+    assert name == "none-load_numbers.parquet"
     parquet = pd.read_parquet(io.BytesIO(path.read_bytes()))
     pd.testing.assert_frame_equal(csv, parquet, check_dtype=False)
     recorded = pq.read_table(SAMPLES / "none" / "layer_stats", filters=[("phase", "=", "train"), ("layer", "=", 3)])
