@@ -2,12 +2,15 @@
 
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 from playwright.sync_api import expect
+
+from recorder.about import make_about, write_about
 
 SAMPLES = Path(__file__).resolve().parents[2] / "sample_runs"
 RECORDING_MS = 120_000
@@ -158,6 +161,41 @@ def test_two_runs_are_compared_and_the_link_shows_the_same_elsewhere(page, dashb
     expect(other.locator(".js-plotly-plot")).to_have_count(page.locator(".js-plotly-plot").count())
     assert other.url == page.url
     fresh.close()
+
+
+def test_a_run_is_renamed_stays_the_one_shown_and_is_put_back_after_it_was_deleted(page, dashboard):
+    for name in ("none", "quantile"):  # the second is the newer one, which is shown where none is chosen
+        shutil.copytree(SAMPLES / name, dashboard.runs / f"own-{name}")
+    write_about(dashboard.runs / "own-none", make_about(name="First"))
+    write_about(dashboard.runs / "own-quantile", make_about(name="Second"))
+    try:
+        dashboard.open(page, "runs?run=own-none")
+        tick(page, dashboard, "First")
+        page.locator(".st-key-panel_edit button").first.click()
+        field = page.get_by_label("Name", exact=True).last
+        field.fill("Renamed")
+        field.press("Tab")
+        page.get_by_role("button", name="Save", exact=True).click()
+        page.get_by_role("button", name="Save", exact=True).wait_for(state="detached")
+        dashboard.settle(page)
+        dashboard.go(page, "Overview")
+        assert parameters(page)["run"] == "own-none"
+        expect(page.get_by_text("not in the folders shown")).to_have_count(0)
+        expect(page.locator("h1")).to_contain_text("12 of 16 experts")
+        assert (dashboard.runs / "own-none" / "about.json").read_text().count("Renamed") == 1
+
+        dashboard.open(page, "runs?run=own-none")
+        tick(page, dashboard, "Renamed")
+        page.locator(".st-key-panel_delete button").first.click()
+        page.locator(".st-key-delete_now button").click()
+        page.locator(".st-key-undo_delete button").wait_for()
+        assert not (dashboard.runs / "own-none").exists()
+        page.locator(".st-key-undo_delete button").click()
+        page.locator(".st-key-undo_delete button").wait_for(state="detached")
+        assert (dashboard.runs / "own-none" / "run.json").read_bytes() == (SAMPLES / "none" / "run.json").read_bytes()
+    finally:
+        for name in ("none", "quantile"):
+            shutil.rmtree(dashboard.runs / f"own-{name}", ignore_errors=True)
 
 
 def test_the_keyboard_steps_and_plays_and_typing_does_not(page, dashboard):
