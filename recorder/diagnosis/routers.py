@@ -91,14 +91,14 @@ def _balance(rows: RouterRows, load_SE: np.ndarray, steps_S: np.ndarray, window:
     since = balance.balanced_since(load_SE)
     if since is not None:
         step = int(steps_S[since])
-        text = (
-            f"{rows.title} {f'became balanced at step {step:,}' if since else 'is balanced from its first step on'}: "
-            f"max_violation of any {window:,} steps since is below {BALANCED_BELOW:g}, of {_last(steps_S[-window:])} "
-            f"it is {violation:.2g}"
-        )
+        became = f"became balanced at step {step:,}" if since else "is balanced from its first step on"
+        text = f"{rows.title} {became}: max_violation of {_last(steps_S[-window:])} is {violation:.2g}"
         return [*found, _finding(rows, "balanced", text, step=step, value=violation, evidence=measured)]
+    state = "uneven but not collapsed"
+    if violation < BALANCED_BELOW:
+        state = f"even by now, but has not been for {WINDOWS_TO_JUDGE * window:,} steps"
     text = (
-        f"{rows.title} is uneven but not collapsed: over {_last(steps_S[-window:])} its busiest expert gets "
+        f"{rows.title} is {state}: over {_last(steps_S[-window:])} its busiest expert gets "
         f"{violation + 1:.2g} times the uniform share"
     )
     return [*found, _finding(rows, "uneven", text, step=int(steps_S[-1]), value=violation, evidence=measured)]
@@ -113,7 +113,7 @@ def _collapsed(
     number, share = balance.concentration(last_E)
     text = (
         f"{rows.title} collapsed {_when(onset, steps_S)}; over {_last(steps)} {number:,} of {load_SE.shape[1]:,} "
-        f"experts take {share:.0%} of the assignments"
+        f"experts {'takes' if number == 1 else 'take'} {share:.0%} of the assignments"
     )
     evidence = {
         "onset": _bracket(onset, steps_S),
@@ -158,7 +158,7 @@ def _when(change: balance.Change, steps_S: np.ndarray) -> str:
     """As exactly as the records tell; steps that were not recorded, between two that were, are not told apart."""
     before, after = _bracket(change, steps_S)
     if change.low == 0:
-        return f"within its first {change.high + 1:,} steps" if change.high else f"at its first step, {after:,}"
+        return f"within its first {change.high + 1:,} steps" if change.high else f"at its first step ({after:,})"
     return f"at step {after:,}" if after == before + 1 else f"between steps {before:,} and {after:,}"
 
 

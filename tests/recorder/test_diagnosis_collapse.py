@@ -74,7 +74,7 @@ def test_collapsed_from_the_start(tmp_path):
     run = write_planted(tmp_path / "run", Planted(collapse={1: Collapse(step=0, experts=(4, 6))}))
     (finding,) = found(run, "collapsed")
     assert (finding.step, finding.within) == (0, 0)
-    assert finding.text.startswith("Layer 1 collapsed at its first step, 0; over the last 50 steps (70 to 119) ")
+    assert finding.text.startswith("Layer 1 collapsed at its first step (0); over the last 50 steps (70 to 119) ")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -122,7 +122,7 @@ def test_steps_between_two_that_were_recorded_give_a_bracket(tmp_path):
     assert (finding.step, finding.evidence["onset"]) == (200, [190, 200])
     assert finding.text == (
         "Layer 2 collapsed between steps 190 and 200; over the last 40 steps (200 to 590) "
-        "1 of 4 experts take 100% of the assignments"
+        "1 of 4 experts takes 100% of the assignments"
     )
 
 
