@@ -39,13 +39,14 @@ def instead_of_training(run: Run) -> str:
 
 
 def rule_of(finding: Finding) -> str:
-    """The rule that fired, what was measured, and how sure the step is, in Markdown."""
+    """The rule that fired, what was measured, and the most likely step where the sentence gives two, in Markdown."""
     rule = RULES[finding.rule]
     said = f"Rule `{finding.rule}`: {rule.when}."
     if finding.value is not None and rule.threshold is not None:
         said += f" Measured: {value(finding.value)}, threshold {value(rule.threshold)}."
-    if finding.within:
-        said += f" The step is right to within {finding.within:,} recorded steps."
+    if finding.within and finding.step is not None:
+        within = "1 recorded step" if finding.within == 1 else f"{finding.within:,} recorded steps"
+        said += f" Most likely it was step {finding.step:,}, which is right to within {within}."
     return said
 
 

@@ -17,7 +17,7 @@ __all__ = ["LEVELS", "RULES", "Finding", "Level", "Rule", "diagnose"]
 
 
 def diagnose(run: Run, phase: str | None = None) -> list[Finding]:
-    """Everything the rules find in a run, alarms first, then by the order of RULES, layer and router.
+    """Everything the rules find in a run, alarms first, then by the order of RULES, step, layer and router.
 
     Args:
         run: finished or running, with or without steps.
@@ -36,7 +36,7 @@ def diagnose(run: Run, phase: str | None = None) -> list[Finding]:
         found += of_router(rows)
     found += _too_short(known)
     order = list(RULES)
-    return sorted(found, key=lambda one: (LEVELS.index(one.level), order.index(one.rule)))
+    return sorted(found, key=lambda one: (LEVELS.index(one.level), order.index(one.rule), one.step or 0))
 
 
 def _routers(run: Run, phase: str) -> list[RouterRows]:

@@ -1,7 +1,7 @@
 """When a layer collapsed, recovered or became balanced, and which experts died: from its loads alone. Numpy only.
 
 Loads of single steps are noisy, so windows of them are judged: see `window_rows`. Whether a layer is in a state is
-decided by windows; the step at which it came into it is then the most likely change point of the first of them.
+decided by windows; the step at which it came into it is then looked for step by step: see `_change`.
 
 Shapes: S recorded steps that routed tokens, E experts, V = S - window + 1 windows, named by their first row.
 """
@@ -9,7 +9,6 @@ Shapes: S recorded steps that routed tokens, E experts, V = S - window + 1 windo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,21 +19,29 @@ from recorder.diagnosis.rules import (
     BALANCED_BELOW,
     COLLAPSED_BELOW,
     MOST_OF_THE_LOAD,
+    ONSET_ASSIGNMENTS,
     RECOVERED_ABOVE,
     WINDOW_ASSIGNMENTS,
     WINDOW_STEPS,
     WINDOWS_TO_JUDGE,
 )
 
-_Test = Callable[[NDArray], NDArray[np.bool_]]
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The first row of a new state: most likely `row`, for certain one of `low` to `high` (inclusive)."""
+
+    row: int
+    low: int
+    high: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """Rows in which a layer was in a state: `first` is 0 from the start, `end` is S until the end (exclusive)."""
+class Collapse:
+    """Rows in which a layer was collapsed, from `onset` on; `recovery` is None where it is so until the end."""
 
-    first: int
-    end: int
+    onset: Change
+    recovery: Change | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +54,7 @@ class Dead:
 
 def window_rows(load_SE: NDArray) -> int:
     """Rows of a window: enough for WINDOW_ASSIGNMENTS an expert at the uniform share, WINDOW_STEPS at least."""
-    per_step = float(np.median(load_SE.sum(axis=-1))) if len(load_SE) else 0.0
-    needed = WINDOW_ASSIGNMENTS * load_SE.shape[-1] / per_step if per_step else 0.0
-    return max(WINDOW_STEPS, math.ceil(needed))
+    return max(WINDOW_STEPS, _rows_of(WINDOW_ASSIGNMENTS, load_SE))
 
 
 def can_be_judged(load_SE: NDArray) -> bool:
@@ -68,29 +73,23 @@ def effective_share(load: NDArray, top_k: int) -> NDArray[np.float64]:
     return np.asarray((metrics.effective_experts(load) - top_k) / (num_experts - top_k))
 
 
-def collapses(load_SE: NDArray, top_k: int) -> list[Stretch]:
+def collapses(load_SE: NDArray, top_k: int) -> list[Collapse]:
     """When the layer was collapsed: effective share of a window below COLLAPSED_BELOW, until above RECOVERED_ABOVE."""
-
-    def below(load: NDArray) -> NDArray[np.bool_]:
-        return effective_share(load, top_k) < COLLAPSED_BELOW
-
-    def above(load: NDArray) -> NDArray[np.bool_]:
-        return effective_share(load, top_k) > RECOVERED_ABOVE
-
-    return _stretches(load_SE, below, above)
+    window = window_rows(load_SE)
+    share_V = effective_share(_rolling(load_SE, window), top_k)
+    found = []
+    for first, end in _stretches(share_V < COLLAPSED_BELOW, share_V > RECOVERED_ABOVE, window):
+        onset = _change(load_SE, first, top_k, collapses=True)
+        recovery = _change(load_SE, end, top_k, collapses=False) if end < len(share_V) else None
+        found.append(Collapse(onset=onset, recovery=recovery))
+    return found
 
 
 def balanced_since(load_SE: NDArray) -> int | None:
-    """The row from which on the layer is balanced, max_violation of every window below BALANCED_BELOW; None if not."""
-
-    def below(load: NDArray) -> NDArray[np.bool_]:
-        return np.asarray(metrics.max_violation(load)) < BALANCED_BELOW
-
-    def not_below(load: NDArray) -> NDArray[np.bool_]:
-        return ~below(load)
-
-    last = [one for one in _stretches(load_SE, below, not_below) if one.end == len(load_SE)]
-    return last[0].first if last else None
+    """The row from which on max_violation of every window is below BALANCED_BELOW; None if there is none."""
+    window = window_rows(load_SE)
+    below_V = np.asarray(metrics.max_violation(_rolling(load_SE, window))) < BALANCED_BELOW
+    return next((first for first, end in _stretches(below_V, ~below_V, window) if end == len(below_V)), None)
 
 
 def dead(load_SE: NDArray) -> list[Dead]:
@@ -112,25 +111,22 @@ def concentration(load_E: NDArray) -> tuple[int, float]:
     return number, float(share[number - 1])
 
 
-def _stretches(load_SE: NDArray, enters: _Test, leaves: _Test) -> list[Stretch]:
-    """The stretches in a state that hold two windows without a common row.
+def _rows_of(assignments: int, load_SE: NDArray) -> int:
+    """Rows that hold so many assignments an expert at the uniform share, 1 at least."""
+    per_step = float(np.median(load_SE.sum(axis=-1))) if len(load_SE) else 0.0
+    return max(1, math.ceil(assignments * load_SE.shape[-1] / per_step)) if per_step else 1
 
-    enters, leaves: which loads (..., E) bring a layer into the state, and out of it; between the two it stays.
-    """
-    window = window_rows(load_SE)
-    load_VE = metrics.rolling_window_load(load_SE, window)[window - 1 :]
-    in_state_V = _held(enters(load_VE), leaves(load_VE))
-    edges = np.diff(np.concatenate([[False], in_state_V, [False]]).astype(np.int8))
-    found = []
-    for first, end in zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True):
-        if end - first <= (WINDOWS_TO_JUDGE - 1) * window:
-            continue
-        last = len(load_SE) if end == len(in_state_V) else change_point(load_SE, end, window)
-        since = change_point(load_SE, first, window)
-        if first == 0 and since and enters(load_SE[:since].sum(axis=0)):
-            since = 0  # a change within the state
-        found.append(Stretch(first=since, end=last))
-    return found
+
+def _rolling(load_SE: NDArray, rows: int) -> NDArray:
+    """The sums of all `rows` successive rows, named by their first."""
+    return metrics.rolling_window_load(load_SE, rows)[rows - 1 :]
+
+
+def _stretches(enter_V: NDArray[np.bool_], leave_V: NDArray[np.bool_], window: int) -> list[tuple[int, int]]:
+    """The stretches of windows in a state, (first, end exclusive), that hold WINDOWS_TO_JUDGE without a common row."""
+    edges = np.diff(np.concatenate([[False], _held(enter_V, leave_V), [False]]).astype(np.int8))
+    found = zip(np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True)
+    return [(first, end) for first, end in found if end - first > (WINDOWS_TO_JUDGE - 1) * window]
 
 
 def _held(enter_V: NDArray[np.bool_], leave_V: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -139,6 +135,42 @@ def _held(enter_V: NDArray[np.bool_], leave_V: NDArray[np.bool_]) -> NDArray[np.
     entered_V = np.maximum.accumulate(np.where(enter_V, at_V, -1))
     left_V = np.maximum.accumulate(np.where(leave_V, at_V, -1))
     return entered_V > left_V
+
+
+def _change(load_SE: NDArray, first: int, top_k: int, *, collapses: bool) -> Change:
+    """Where the layer collapsed, or recovered, when the window at row `first` is the first to show it.
+
+    The effective share of single rows (of a few together where those hold under ONSET_ASSIGNMENTS an expert) is
+    followed through that window and the one before, each the median of itself and its neighbours, so that one noisy row
+    is neither onset nor end: the change is the last time that it passed the threshold, at the first row that is past
+    it by itself. Where it did not pass it (the rows of a window may use few experts each, but not the same), the window
+    as a whole is all that is known.
+    """
+    window, few = window_rows(load_SE), _rows_of(ONSET_ASSIGNMENTS, load_SE)
+    start = max(first - window, 0)
+    share_R = effective_share(_rolling(load_SE[start : first + window], few), top_k)
+
+    def below(values_R: NDArray[np.float64]) -> NDArray[np.bool_]:
+        return values_R < COLLAPSED_BELOW
+
+    def above(values_R: NDArray[np.float64]) -> NDArray[np.bool_]:
+        return values_R > RECOVERED_ABOVE
+
+    enters, leaves = (below, above) if collapses else (above, below)
+    smooth_R = _median_of_three(share_R)
+    outside = np.flatnonzero(~_held(enters(smooth_R), leaves(smooth_R)))
+    since = int(outside[-1]) + 1 if outside.size else 0
+    if since == len(share_R) or (since == 0 and start > 0):
+        return Change(row=change_point(load_SE, first, window), low=first, high=first + window - 1)
+    low = start + since + int(enters(share_R[since:]).argmax())
+    row = low if few == 1 else change_point(load_SE, low, few)
+    return Change(row=row, low=low, high=low + few - 1)
+
+
+def _median_of_three(values_R: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Each value and its neighbours; the ends count twice. A step from one level to another stays where it is."""
+    padded = np.pad(values_R, 1, mode="edge")
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, 3), axis=-1))
 
 
 def change_point(load_SE: NDArray, first: int, window: int) -> int:

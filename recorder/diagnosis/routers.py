@@ -13,7 +13,7 @@ import pandas as pd
 
 from moe_core import metrics
 from recorder.diagnosis import balance
-from recorder.diagnosis.rules import BIAS_RANGE_ABOVE, DROPPED_FROM, WINDOWS_TO_JUDGE, Finding
+from recorder.diagnosis.rules import BALANCED_BELOW, BIAS_RANGE_ABOVE, DROPPED_FROM, WINDOWS_TO_JUDGE, Finding
 from recorder.schema import lists_to_matrix
 
 _BOUNDED_SCORES = ("softmax", "sigmoid")
@@ -82,63 +82,96 @@ def _finding(rows: RouterRows, rule: str, text: str, **more: Any) -> Finding:
 
 def _balance(rows: RouterRows, load_SE: np.ndarray, steps_S: np.ndarray, window: int) -> list[Finding]:
     """The state the layer is in at the end, one sentence; and collapses that it has recovered from."""
-    found, last_E = [], load_SE[-window:].sum(axis=0)
-    violation = float(metrics.max_violation(last_E))
-    stretches = balance.collapses(load_SE, rows.top_k)
-    for stretch in stretches:
-        if stretch.end < len(load_SE):
-            first, last = int(steps_S[stretch.first]), int(steps_S[stretch.end])
-            began = f"from step {first:,} on" if stretch.first else f"within its first {window:,} steps"
-            text = f"{rows.title} was collapsed {began} and recovered at step {last:,}"
-            evidence = {"first_step": first, "recovered_step": last, "window": window}
-            lowest = balance.effective_share(load_SE[stretch.first : stretch.end].sum(axis=0), rows.top_k)
-            found.append(
-                _finding(rows, "was_collapsed", text, step=first, within=window, value=float(lowest), evidence=evidence)
-            )
-    if stretches and stretches[-1].end == len(load_SE):
-        return [_collapsed(rows, stretches[-1].first, load_SE, steps_S, window), *found]
-    measured = {"max_violation": violation, "window": window}
+    collapses = balance.collapses(load_SE, rows.top_k)
+    found = [_was_collapsed(rows, one.onset, one.recovery, load_SE, steps_S) for one in collapses if one.recovery]
+    if collapses and collapses[-1].recovery is None:
+        return [_collapsed(rows, collapses[-1].onset, load_SE, steps_S, window), *found]
+    violation = float(metrics.max_violation(load_SE[-window:].sum(axis=0)))
+    measured = {"max_violation": violation, "window": window, **_spell(steps_S[-window:])}
     since = balance.balanced_since(load_SE)
     if since is not None:
         step = int(steps_S[since])
-        became = f"became balanced at step {step:,}" if since else f"is balanced from its first {window:,} steps on"
-        text = f"{rows.title} {became}: max_violation of the last {window:,} steps is {violation:.2g}"
-        return [*found, _finding(rows, "balanced", text, step=step, within=window, value=violation, evidence=measured)]
+        became = f"became balanced at step {step:,}" if since else "is balanced from its first step on"
+        text = f"{rows.title} {became}: max_violation of {_last(steps_S[-window:])} is {violation:.2g}"
+        return [*found, _finding(rows, "balanced", text, step=step, value=violation, evidence=measured)]
+    state = "uneven but not collapsed"
+    if violation < BALANCED_BELOW:
+        state = f"even by now, but has not been for {WINDOWS_TO_JUDGE * window:,} steps"
     text = (
-        f"{rows.title} is uneven but not collapsed: its busiest expert gets {violation + 1:.2g} times the uniform share"
-        f" of the last {window:,} steps"
+        f"{rows.title} is {state}: over {_last(steps_S[-window:])} its busiest expert gets "
+        f"{violation + 1:.2g} times the uniform share"
     )
     return [*found, _finding(rows, "uneven", text, step=int(steps_S[-1]), value=violation, evidence=measured)]
 
 
-def _collapsed(rows: RouterRows, first: int, load_SE: np.ndarray, steps_S: np.ndarray, window: int) -> Finding:
-    last_E = load_SE[max(first, len(load_SE) - max(window, metrics.WINDOW)) :].sum(axis=0)
+def _collapsed(
+    rows: RouterRows, onset: balance.Change, load_SE: np.ndarray, steps_S: np.ndarray, window: int
+) -> Finding:
+    """The sentence, its evidence and its value are all of the last steps, a window or as many as the pages sum."""
+    start = max(onset.high, len(load_SE) - max(window, metrics.WINDOW))
+    last_E, steps = load_SE[start:].sum(axis=0), steps_S[start:]
     number, share = balance.concentration(last_E)
-    step = int(steps_S[first if first else window - 1])  # at once collapsed, its first window shows it as a whole
-    when = f"at step {step:,}" if first else f"within its first {window:,} steps"
     text = (
-        f"{rows.title} collapsed {when}: {number:,} of {load_SE.shape[1]:,} experts take {share:.0%} of the assignments"
+        f"{rows.title} collapsed {_when(onset, steps_S)}; over {_last(steps)} {number:,} of {load_SE.shape[1]:,} "
+        f"experts {'takes' if number == 1 else 'take'} {share:.0%} of the assignments"
     )
     evidence = {
+        "onset": _bracket(onset, steps_S),
         "experts": number,
         "num_experts": load_SE.shape[1],
         "share": share,
         "effective_experts": float(metrics.effective_experts(last_E)),
         "busiest": np.argsort(-last_E, kind="stable")[:number].tolist(),
         "window": window,
+        **_spell(steps),
     }
-    value = float(balance.effective_share(load_SE[-window:].sum(axis=0), rows.top_k))
-    return _finding(rows, "collapsed", text, step=step, within=window, value=value, evidence=evidence)
+    value = float(balance.effective_share(last_E, rows.top_k))
+    return _of_change(rows, "collapsed", text, onset, steps_S, value=value, evidence=evidence)
+
+
+def _was_collapsed(
+    rows: RouterRows, onset: balance.Change, recovery: balance.Change, load_SE: np.ndarray, steps_S: np.ndarray
+) -> Finding:
+    text = f"{rows.title} collapsed {_when(onset, steps_S)} and recovered {_when(recovery, steps_S)}"
+    evidence = {
+        "onset": _bracket(onset, steps_S),
+        "recovery": _bracket(recovery, steps_S),
+        "recovered_step": int(steps_S[recovery.row]),
+    }
+    value = float(balance.effective_share(load_SE[onset.row : recovery.row].sum(axis=0), rows.top_k))
+    return _of_change(rows, "was_collapsed", text, onset, steps_S, value=value, evidence=evidence)
+
+
+def _of_change(
+    rows: RouterRows, rule: str, text: str, change: balance.Change, steps_S: np.ndarray, **more: Any
+) -> Finding:
+    within = max(change.row - change.low, change.high - change.row)
+    return _finding(rows, rule, text, step=int(steps_S[change.row]), within=within, **more)
+
+
+def _bracket(change: balance.Change, steps_S: np.ndarray) -> list[int]:
+    """The last recorded step that was before a change for certain (its own where none was), and the first after it."""
+    return [int(steps_S[max(change.low - 1, 0)]), int(steps_S[change.high])]
+
+
+def _when(change: balance.Change, steps_S: np.ndarray) -> str:
+    """As exactly as the records tell; steps that were not recorded, between two that were, are not told apart."""
+    before, after = _bracket(change, steps_S)
+    if change.low == 0:
+        return f"within its first {change.high + 1:,} steps" if change.high else f"at its first step ({after:,})"
+    return f"at step {after:,}" if after == before + 1 else f"between steps {before:,} and {after:,}"
 
 
 def _dead(rows: RouterRows, load_SE: np.ndarray, steps_S: np.ndarray, window: int) -> list[Finding]:
     found = []
     for dead in balance.dead(load_SE):
-        step = int(steps_S[dead.since])
+        step, without = int(steps_S[dead.since]), steps_S[dead.since :]
         never = dead.since == 0
         who = f"{_experts(dead.experts)} of {rows.name} {'has' if len(dead.experts) == 1 else 'have'}"
-        text = f"{who} never received an assignment" if never else f"{who} received nothing since step {step:,}"
-        evidence = {"experts": dead.experts, "since_step": step, "never": never, "window": window}
+        text = f"{who} received nothing in {_last(without)}"
+        if never:
+            text = f"{who} never received an assignment in {without.size:,} steps"
+        evidence = {"experts": dead.experts, "since_step": step, "never": never, "window": window, **_spell(without)}
         found.append(_finding(rows, "dead_experts", text, step=step, value=0.0, evidence=evidence))
     return found
 
@@ -174,11 +207,10 @@ def _dropped(rows: RouterRows, window: int) -> list[Finding]:
     rate = float(metrics.drop_rate(dropped_S.sum(), lists_to_matrix(recorded["load"]).sum()))
     if not rate >= DROPPED_FROM:
         return []
-    text = (
-        f"{rows.title} dropped {rate:.0%} of the assignments of the last {len(recorded):,} steps for lack of capacity"
-    )
-    step = int(recorded["step"].iloc[-1])
-    return [_finding(rows, "dropped", text, step=step, value=rate, evidence={"window": len(recorded)})]
+    steps = recorded["step"].to_numpy(dtype=np.int64)
+    text = f"{rows.title} dropped {rate:.0%} of the assignments of {_last(steps)} for lack of capacity"
+    evidence = {"window": len(recorded), **_spell(steps)}
+    return [_finding(rows, "dropped", text, step=int(steps[-1]), value=rate, evidence=evidence)]
 
 
 def _bias(rows: RouterRows, window: int) -> list[Finding]:
@@ -212,6 +244,10 @@ def _of_steps(some: np.ndarray, every: np.ndarray) -> str:
     if some.size == every.size:
         return f"all {every.size:,} steps" if every.size > 1 else "the only step"
     return f"{some.size:,} of {every.size:,} steps, the first of them step {int(some[0]):,}"
+
+
+def _last(steps: np.ndarray) -> str:
+    return f"the last {steps.size:,} steps ({int(steps[0]):,} to {int(steps[-1]):,})"
 
 
 def _spell(steps: np.ndarray) -> dict[str, int]:

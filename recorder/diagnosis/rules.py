@@ -15,6 +15,8 @@ Page = Literal["overview", "replay"]
 WINDOW_STEPS = 20
 #: ... and so many assignments an expert at the uniform share: their sampling noise is then about a tenth.
 WINDOW_ASSIGNMENTS = 100
+#: So many assignments an expert tell a collapsed load from a full one: its step is looked for in as few as hold them.
+ONSET_ASSIGNMENTS = 10
 #: What is said of a layer must hold in two windows that share no step; a shorter run cannot be judged.
 WINDOWS_TO_JUDGE = 2
 #: Effective share (see `balance.effective_share`) below which a layer collapses, and above which it has recovered.
@@ -133,7 +135,7 @@ class Finding:
     text      the sentence, without its full stop
     layer     index in the whole model, None where it is about the run
     router    the router's number where its layer has several, else None
-    step      where to look, a recorded step; None where there is none
+    step      where to look, a recorded step: the onset of what is said; None where there is none
     within    how many recorded steps the true one may be away, 0 where it is exact
     value     what was measured, in the unit of the rule's threshold
     evidence  the numbers of the sentence, ready for JSON

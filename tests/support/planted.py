@@ -3,7 +3,7 @@
 Shapes: T tokens, E experts, K top-k.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,18 @@ def write_planted(path: Path, planted: Planted, **log_step: Any) -> Path:
             scalars = {name: value(step) if callable(value) else value for name, value in log_step.items()}
             loss = {"loss": 3.0, "ce_loss": 3.0}
             writer.log_step(step, phase=planted.phase, tokens=planted.tokens, **(loss | scalars))
+    return path
+
+
+def write_rows(path: Path, steps: int, row: Callable[[int], dict[str, Any]]) -> Path:
+    """A run of one layer (index 2) of four experts; row(step) replaces parts of its rows."""
+    layer = {"index": 2, "kind": "moe", "router": 0, "num_experts": 4, "top_k": 1, "score_function": "sigmoid"}
+    with RunWriter(path, manifest={"model": {"layers": [layer]}}, **NEVER_FLUSHED) as writer:
+        for step in range(steps):
+            load = np.array([100, 100, 100, 100])
+            values = {"tokens": 400, "load": load, "gate_mass": None, "mean_prob": None} | row(step)
+            writer.log_layer_stats(step, layer=2, router=0, **values)
+            writer.log_step(step, tokens=400, loss=1.0)
     return path
 
 
