@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from app import comparison, glossary
+from app import comparison_metrics, glossary
 from app.views import overview
 from moe_core import RouterZLoss, SignBiasBalancer, TopKRouter, metrics
 from moe_core.capacity import expert_capacity
@@ -107,7 +107,7 @@ def test_every_formula_of_a_metric_has_an_example():
 
 # ------------------------------------------------------------------------------------------ nothing is undefined
 
-NAMES_OF_THE_RUN = {"run_id", "name", "path", "losses", "layers", "diagnosis"}
+NAMES_OF_THE_RUN = {"run_id", "name", "tags", "path", "losses", "layers", "diagnosis"}
 HELPERS = re.compile(r"^(count_|rolling_|.*_mask$|[A-Z])")  # functions and constants behind a metric that has an entry
 NAMES_OF_ROWS = {"kind", "message", "text", "token_id", "kept", "wall_time_s"}
 
@@ -133,7 +133,7 @@ def test_every_name_in_the_reports_of_a_run_has_an_entry():
 def test_every_metric_of_the_code_and_of_the_pages_has_an_entry():
     assert undefined(name for name in metrics.__all__ if not HELPERS.match(name)) == []
     assert undefined({*run_metrics.METRICS, *run_metrics.RECORDED, *run_metrics.SHARES}) == []
-    assert undefined(metric.key for metric in comparison.METRICS) == []
+    assert undefined(metric.key for metric in comparison_metrics.METRICS) == []
     assert undefined(overview._LAYER_COLUMNS) == []
 
 
