@@ -24,7 +24,6 @@ import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 
-sys.path.remove(str(Path(__file__).resolve().parent))  # its recorder.py would pass for the package of that name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np

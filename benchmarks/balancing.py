@@ -18,12 +18,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-
-sys.path.remove(str(Path(__file__).resolve().parent))  # its recorder.py would pass for the package of that name
 
 import torch
 

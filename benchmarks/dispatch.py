@@ -16,11 +16,8 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler talks on stderr; read when torch is loaded
-sys.path.remove(str(Path(__file__).resolve().parent))  # its recorder.py would pass for the package of that name
-
 import torch
 import transformers
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts

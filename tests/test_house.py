@@ -49,7 +49,7 @@ def test_shapes_in_the_design_hold():
     assert set(recorder.__all__) == {"RoutingRecorder", "Run", "RunWriter", "list_runs"}
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
-def test_benchmarks_start(script):  # a script's own folder comes first on the path, and one is called recorder.py
-    shown = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
+def test_no_benchmark_hides_a_package():  # a script's own folder comes first on the path
+    names = {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    assert len(names) > 5
+    assert names & {"app", "moe_core", "recorder", *sys.stdlib_module_names} == set()

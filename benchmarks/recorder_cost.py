@@ -1,6 +1,6 @@
 """What recording costs: step time, memory, and bytes on the disk, beside what others write.
 
-    python benchmarks/recorder.py [--only large|toy|memory] [--blocks 12] [--large-steps 3] [--toy-steps 40]
+    python benchmarks/recorder_cost.py [--only large|toy|memory] [--blocks 12] [--large-steps 3] [--toy-steps 40]
 
 *Step time*: blocks of training steps with full recording (statistics and decisions of every step, token ids, and for
 the toy run the domains and the text of every token) alternate with blocks without, in one process; a recorded block
@@ -26,8 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-sys.path.remove(str(Path(__file__).resolve().parent))  # where this file would pass for the package of that name
 
 import numpy as np
 import psutil
