@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from app.words import percent, value
+from app.words import count, percent, value
 from moe_core.ordering import cluster_order
 
 MAX_PAIRS = 10_000  # rows of a table
@@ -44,6 +44,11 @@ def pair_chance(num_experts: int, top_k: int) -> float:
     return (top_k - 1) / (num_experts - 1) if num_experts > 1 else float("nan")
 
 
+def even_pair_share(num_experts: int, top_k: int) -> float:
+    """Share of all tokens that use both experts of a pair, were all pairs used alike: k (k - 1) / (E (E - 1))."""
+    return top_k * (top_k - 1) / (num_experts * (num_experts - 1)) if num_experts > 1 else float("nan")
+
+
 def strongest(share: NDArray[np.float64], baseline: NDArray[np.float64], named: NDArray[np.bool_]) -> tuple[int, int]:
     """The pair (row, column) whose share is the most times its baseline; rows and columns not `named` do not count."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -52,8 +57,28 @@ def strongest(share: NDArray[np.float64], baseline: NDArray[np.float64], named: 
     return int(row), int(column)
 
 
-def together_title(layer: int | str, share_EE: NDArray[np.float64], load_E: NDArray, chance: float) -> str:
-    """The strongest pair of a layer. share_EE: NaN on the diagonal."""
+def commonest_pair(together_EE: NDArray[np.int64]) -> tuple[int, int]:
+    """The two experts, lower number first, that most tokens use together; the first of equals."""
+    first, second = np.triu_indices(len(together_EE), k=1)
+    most = int(together_EE[first, second].argmax())
+    return int(first[most]), int(second[most])
+
+
+def commonest_title(layer: int | str, together_EE: NDArray[np.int64], tokens: int, top_k: int) -> str:
+    """The pair that most tokens use, of all `tokens`. together_EE: tokens that use both experts."""
+    one, other = commonest_pair(together_EE)
+    number = int(together_EE[one, other])
+    if not number:
+        return f"Layer {layer}: no token uses two experts"
+    even = percent(even_pair_share(len(together_EE), top_k), 1)
+    return (
+        f"Layer {layer}: experts {one} and {other} fire together most, for {number:,} of {count(tokens, 'token')} "
+        f"({percent(number / tokens, 1)}; each pair would get {even} if all were even)"
+    )
+
+
+def closest_title(layer: int | str, share_EE: NDArray[np.float64], load_E: NDArray, chance: float) -> str:
+    """The expert whose own tokens use another one most. share_EE: NaN on the diagonal."""
     enough = load_E >= _MIN_TOKENS_SHARE * load_E.mean()
     named = enough[:, None] & enough[None, :]
     one, other = strongest(share_EE, np.full_like(share_EE, chance), named)
@@ -61,8 +86,8 @@ def together_title(layer: int | str, share_EE: NDArray[np.float64], load_E: NDAr
     times = value(float(share / chance), 2)
     said = f"{percent(share)} of the tokens of expert {one} use expert {other} too, {times} times chance"
     if share < MUCH * chance:
-        return f"Layer {layer}: no pair fires together much more than by chance; most: {said}"
-    return f"Layer {layer}: {said}, the closest pair"
+        return f"Layer {layer}: no expert shares its tokens with another much more than by chance; most: {said}"
+    return f"Layer {layer}: {said}, the most of all pairs"
 
 
 def flow_title(
@@ -80,15 +105,41 @@ def flow_title(
     return f"Layer {layer} to {following}: {said}"
 
 
-def pairs_table(share: NDArray[np.float64], names: tuple[str, str, str], baseline: NDArray[np.float64]) -> pd.DataFrame:
-    """A row for each pair, greatest share first, at most MAX_PAIRS. names: of the row, the column and the share."""
-    rows, columns = np.nonzero(~np.isnan(share))
-    values = share[rows, columns]
+def together_table(together_EE: NDArray[np.int64], tokens: int, top_k: int) -> pd.DataFrame:
+    """A row for each two experts, the pair that most tokens use first, at most MAX_PAIRS.
+
+    together_EE: tokens that use both experts, those of each expert on the diagonal; tokens: all there are.
+    """
+    first, second = np.triu_indices(len(together_EE), k=1)
+    order = np.argsort(-together_EE[first, second], kind="stable")[:MAX_PAIRS]
+    first, second = first[order], second[order]
+    both, alone_E = together_EE[first, second].astype(np.float64), np.diagonal(together_EE)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return pd.DataFrame(
+            {
+                "expert": first,
+                "with expert": second,
+                "tokens": together_EE[first, second],
+                "share of all tokens": both / tokens,
+                "times an even share": both / tokens / even_pair_share(len(together_EE), top_k),
+                "of the expert's tokens": both / alone_E[first],
+                "of the other's tokens": both / alone_E[second],
+            }
+        )
+
+
+def flow_table(share_EF: NDArray[np.float64], taken_F: NDArray[np.float64]) -> pd.DataFrame:
+    """A row for each expert and each of the next layer, greatest share first, at most MAX_PAIRS.
+
+    taken_F: share of all choices that goes to each expert of the next layer.
+    """
+    rows, columns = np.nonzero(~np.isnan(share_EF))
+    values = share_EF[rows, columns]
     most = np.argsort(-values, kind="stable")[:MAX_PAIRS]
     rows, columns, values = rows[most], columns[most], values[most]
     with np.errstate(divide="ignore", invalid="ignore"):
-        times = values / np.broadcast_to(baseline, share.shape)[rows, columns]
-    frame = pd.DataFrame({names[0]: rows, names[1]: columns, names[2]: values})
+        times = values / taken_F[columns]
+    frame = pd.DataFrame({"from expert": rows, "to expert": columns, "share": values})
     frame["times chance"] = np.where(np.isfinite(times), times, np.nan)
     return frame
 

@@ -183,17 +183,32 @@ def of_run(run: Run, method: str, layer: int, *arguments: Any) -> Any:
 
 def load_of_decisions(run: Run, layer: int, phase: str) -> np.ndarray:
     """Assignments per expert in all recorded decisions of a router, by its key, int64 (E,); else zeros. Cached."""
-    with st.spinner("Counting every recorded decision, once ..."):
-        key = (layer, phase)
-        index, router = layer_keys.place_of(run, layer)
-        rows = _frame(
-            *_key(run),
-            "load_of_decisions",
-            key,
-            lambda: run.analysis().frame("loads", phase=phase, layer=index, router=router),
-        )
-    loads = [np.asarray(load, dtype=np.int64) for load in rows["load"]]
+    loads = [np.asarray(load, dtype=np.int64) for load in _of_decisions(run, "loads", layer, phase)["load"]]
     return loads[0] if loads else np.zeros(int(layer_keys.router(run, layer).get("num_experts") or 1), dtype=np.int64)
+
+
+def pairs_of_decisions(run: Run, layer: int, phase: str) -> tuple[int, np.ndarray]:
+    """Tokens with a recorded choice of a router, by its key, and how many of them chose both experts of a pair.
+
+    The pairs are int64 (E, E), symmetric, with the tokens of each expert on the diagonal. Cached. Raises ValueError
+    where no decision was recorded.
+    """
+    tokens = _of_decisions(run, "loads", layer, phase)["tokens"]
+    if tokens.empty:
+        raise ValueError(f"layer {layer_keys.label(run, layer)} has no recorded decision in phase {phase}")
+    together = _of_decisions(run, "coactivation", layer, phase).sort_values("expert")["together"]
+    return int(tokens.iloc[0]), np.stack([np.asarray(row, dtype=np.int64) for row in together])
+
+
+def _of_decisions(run: Run, table: str, layer: int, phase: str) -> pd.DataFrame:
+    with st.spinner("Counting every recorded decision, once ..."):
+        index, router = layer_keys.place_of(run, layer)
+        return _frame(
+            *_key(run),
+            f"analysis of {table}",
+            (layer, phase),
+            lambda: run.analysis().frame(table, phase=phase, layer=index, router=router),
+        )
 
 
 def steps(run: Run, phase: str | None = MAIN) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from app.figures.inputs import LoadSeries
-from app.words import value
+from app.words import count, value
 from moe_core import metrics
 from moe_core.placement import Placement, balanced_placement, contiguous_placement
 
@@ -73,18 +73,28 @@ def place(series: LoadSeries, ranks: int, spares: int, window: int) -> Placed:
     )
 
 
-def headline(placed: Sequence[Placed], ranks: int, spares: int) -> str:
-    """The answer in words, of the layer that gains most in absolute terms: the slowest contiguous one."""
-    known = [one for one in placed if np.isfinite(one.cost(CONTIGUOUS))]
-    if not known:
-        return "No load in the window, so nothing can be said of a placement"
-    worst = max(known, key=lambda one: one.cost(CONTIGUOUS))
-    before, after = worst.cost(CONTIGUOUS), worst.cost(PLANNED)
-    spare = f"and {spares} spare replica{'s' if spares != 1 else ''} " if spares else ""
+def headline(one: Placed, ranks: int, spares: int) -> str:
+    """The answer in words for one layer."""
+    before, after = one.cost(CONTIGUOUS), one.cost(PLANNED)
+    if not np.isfinite(before):
+        return f"No load of layer {one.series.label} in the window, so nothing can be said of its placement"
+    spare = f"and {count(spares, 'spare replica')} " if spares else ""
     return (
-        f"On {ranks} ranks the slowest works {value(before)} times a perfect split in layer {worst.series.label}; "
+        f"On {ranks} ranks the slowest works {value(before)} times a perfect split in layer {one.series.label}; "
         f"with a plan {spare}{value(after)} times"
     )
+
+
+def worst_words(placed: Sequence[Placed], chosen: Placed) -> str:
+    """The layer whose contiguous placement waits longest, beside the chosen one; "" where there is nothing to say."""
+    known = [one for one in placed if np.isfinite(one.cost(CONTIGUOUS))]
+    if len(placed) < 2 or not known:
+        return ""
+    worst = max(known, key=lambda one: one.cost(CONTIGUOUS))
+    if worst is chosen:
+        return f"The slowest of {len(placed)} layers is this one."
+    before, after = value(worst.cost(CONTIGUOUS)), value(worst.cost(PLANNED))
+    return f"The slowest of {len(placed)} layers is layer {worst.series.label}: {before} times, {after} with a plan."
 
 
 def costs_table(placed: Sequence[Placed]) -> pd.DataFrame:

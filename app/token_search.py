@@ -4,6 +4,7 @@ Work is bounded: where a phase has more recorded decisions than `MAX_ROWS`, step
 Shape suffixes: O occurrences, L layers (routers), E experts, K top-k.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,9 +35,11 @@ class Search:
     searched     the steps looked at, ascending; `recorded` says how many there are
     occurrences  tokens found in them
     by_id        whether the token was found by its id and not its text
+    spellings    of each token id found its text and occurrences, most first: " self" and "self" are two; empty where
+                 no ids were recorded
     counts       (step, key of the layer) -> {expert: occurrences whose first choice it is}; -1 = no expert
     listed       a row for each of the first `MAX_LISTED` occurrences, the newest step first: step, sequence, position,
-                 token, domain, and for each layer's key a column of its experts as text, best first
+                 token, token_id, domain, and for each layer's key a column of its experts as text, best first
     suggestions  tokens that hold the text asked for, where none is the text asked for
     """
 
@@ -44,6 +47,7 @@ class Search:
     recorded: int
     occurrences: int = 0
     by_id: bool = False
+    spellings: dict[int, tuple[str | None, int]] = field(default_factory=dict)
     counts: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     listed: pd.DataFrame = field(default_factory=pd.DataFrame)
     suggestions: list[str] = field(default_factory=list)
@@ -135,6 +139,7 @@ def search(run: Run, words: str, phase: str, max_rows: int = MAX_ROWS) -> Search
         recorded=len(recorded),
         occurrences=sum(rows.num_rows for rows in found.values()),
         by_id=by_id,
+        spellings=_spellings(found.values()),
         counts=counts,
         listed=pd.concat([frame for frame in listed if len(frame)], ignore_index=True),
     )
@@ -165,9 +170,17 @@ def _tokens(run: Run, step: int, phase: str) -> pa.Table:
     return merge.sort_rows(rows, "sequence", "position")
 
 
+def _spellings(found: Iterable[pa.Table]) -> dict[int, tuple[str | None, int]]:
+    rows = pa.concat_tables([rows.select(["token_id", "text"]) for rows in found], promote_options="permissive")
+    counts = rows.group_by("token_id").aggregate([("text", "max"), ("token_id", "count")]).to_pylist()
+    known = [row for row in counts if row["token_id"] is not None]
+    known.sort(key=lambda row: (-row["token_id_count"], row["token_id"]))
+    return {row["token_id"]: (row["text_max"], row["token_id_count"]) for row in known}
+
+
 def _occurrences(rows: pa.Table) -> pd.DataFrame:
-    names = {"step": "step", "sequence": "sequence", "position": "position", "text": "token", "domain": "domain"}
-    frame: pd.DataFrame = rows.select(list(names)).rename_columns(list(names.values())).to_pandas()
+    names = ["step", "sequence", "position", "text", "token_id", "domain"]
+    frame: pd.DataFrame = rows.select(names).to_pandas(integer_object_nulls=True).rename(columns={"text": "token"})
     if frame["token"].isna().all():
         frame["token"] = [f"[id {number}]" for number in rows["token_id"].to_pylist()]
     return frame

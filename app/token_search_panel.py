@@ -19,6 +19,7 @@ from recorder.reader import Run
 
 MAX_EXPERTS = 24  # rows of the matrix of one layer; the experts that get fewer are left out, and said so
 MAX_LAYER_COLUMNS = 8  # of the table; more layers, and only the chosen one has a column
+MAX_IDS = 4  # token ids that are named one by one
 _PICKED = "token_search_rows"
 
 
@@ -59,7 +60,7 @@ def show(run: Run, words: str, phase: str, layer: int, num_experts: int) -> None
     by_id = "Found by its id. " if found.by_id else ""
     st.subheader(plain(_answer(run, found, name, layer, steps)), anchor=False)
     text = "" if phase == "probe" else " Every batch is other text, so the token stands elsewhere in each step."
-    st.caption(f"{by_id}{_searched(found, phase)}{text}")
+    st.caption(f"{by_id}{_searched(found, phase)}{plain(_each_id(found))}{text}")
     _layers(run, found, steps, name)
     _experts(run, found, steps, name, layer, num_experts)
     _table(run, found, phase, layer)
@@ -70,7 +71,28 @@ def _searched(found: Search, phase: str) -> str:
     text = f"Searched: {these} of phase {phase}"
     if len(found.searched) < found.recorded:
         text += f", evenly spread over the {found.recorded:,} there are, to keep the search short"
-    return f"{text}; {count(found.occurrences, 'occurrence')} in {count(len(found.steps()), 'step')}."
+    of_ids = f" of {count(len(found.spellings), 'token id')}" if len(found.spellings) > 1 else ""
+    return f"{text}; {count(found.occurrences, 'occurrence')}{of_ids} in {count(len(found.steps()), 'step')}."
+
+
+def _each_id(found: Search) -> str:
+    """What tells the token ids found apart; "" for one."""
+    if len(found.spellings) < 2:
+        return ""
+    each = [
+        f"{'' if text is None else f'“{_spelled(text)}” '}(id {token_id}) {number:,} times"
+        for token_id, (text, number) in found.spellings.items()
+    ]
+    more = f" and {count(len(each) - MAX_IDS, 'other')}" if len(each) > MAX_IDS else ""
+    return (
+        f" Counted together here: {', '.join(each[:MAX_IDS])}{more}. To follow one alone, look for id: and its number."
+    )
+
+
+def _spelled(text: str | None) -> str:
+    """A token apart from any other: its leading space, which reads as a space in a text, is shown too."""
+    shown = visible_text(text or "")
+    return f"·{shown[1:]}" if shown.startswith(" ") else shown
 
 
 def _top(found: Search, key: int, step: int) -> tuple[int, float] | None:
@@ -197,7 +219,9 @@ def _table(run: Run, found: Search, phase: str, layer: int) -> None:
     shown = keys if len(keys) <= MAX_LAYER_COLUMNS else [key for key in keys if key == layer]
     frame = found.listed.drop(columns=[key for key in keys if key not in shown])
     frame = frame.rename(columns={key: f"layer {labels[key]}" for key in shown})
-    frame["token"] = [visible_text(text) for text in frame["token"]]
+    frame["token"] = [_spelled(text) for text in frame["token"]]
+    if not found.spellings:
+        frame = frame.drop(columns="token_id")
     more = f" The newest {len(frame):,} of {found.occurrences:,} are listed." if len(frame) < found.occurrences else ""
     st.caption(
         "Every occurrence, the newest step first, with its experts, best first. Choose a row to open the place in the "

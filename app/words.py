@@ -46,6 +46,11 @@ def listed(names: Sequence[str], last: str = "and") -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}" if names else ""
 
 
+def in_phase(layer: int | str, phase: str) -> str:
+    """A layer with the phase that a page shows of it, which goes without saying where it is train."""
+    return str(layer) if phase == "train" else f"{layer}, phase {phase}"
+
+
 def step_word(phase: str) -> str:
     """ "training step", or "generate step" and the like for the other phases."""
     return "training step" if phase == "train" else f"{phase} step"

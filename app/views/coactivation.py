@@ -10,10 +10,8 @@ from app import charts, coactivation, data, glossary, layer_keys, navigation, st
 from app.figures.pair_matrix import pair_matrix
 from app.text import plain
 from app.views import empty
-from app.words import count, value
+from app.words import count, in_phase, value
 from recorder.reader import Run
-
-_SHARE = "share"
 
 
 def render() -> None:
@@ -50,7 +48,8 @@ def render() -> None:
         )
     said = _together(run, layer, phase, load_E)
     title.title(
-        said or f"Layer {layer_keys.label(run, layer)}: each token uses one expert, so none fire together",
+        said
+        or f"Layer {in_phase(layer_keys.label(run, layer), phase)}: each token uses one expert, so none fire together",
         help=glossary.explain("coactivation"),
     )
     _flow(run, layer, phase, load_E)
@@ -64,20 +63,22 @@ def _together(run: Run, layer: int, phase: str, load_E: np.ndarray) -> str | Non
     if stats.top_k < 2:
         st.caption("With k = 1 a token has no pair of experts in a layer; below, where its tokens go in the next one.")
         return None
+    named = layer_keys.label(run, layer)
+    tokens, together_EE = data.pairs_of_decisions(run, layer, phase)
     share_EE = _pairs(run, layer, phase)
     chance = coactivation.pair_chance(len(load_E), stats.top_k)
     limit = max(float(np.nanmax(_pairs(run, one, phase), initial=0)) for one in _layers_with_pairs(run, phase))
     st.caption(
-        "Experts that fire together stand side by side. Squares that stand out along the diagonal are groups of "
+        "Each row is of one expert's own tokens, however few; the Numbers count the tokens of every pair. Experts that "
+        "fire together stand side by side: squares that stand out along the diagonal are groups of "
         "experts that share their tokens; an even ground is chance. The diagonal itself says nothing and is left out."
     )
     order_E = coactivation.together_order(share_EE)
-    title = coactivation.together_title(layer_keys.label(run, layer), share_EE, load_E, chance)
     figure = pair_matrix(
         share_EE,
         order_E,
         order_E,
-        title=f"Share of an expert's tokens that use another one too, layer {layer_keys.label(run, layer)}",
+        title=coactivation.closest_title(named, share_EE, load_E, chance),
         row_title="of the tokens of expert",
         column_title="use expert",
         hover="of the tokens of expert %{y} use %{x} too",
@@ -85,14 +86,13 @@ def _together(run: Run, layer: int, phase: str, load_E: np.ndarray) -> str | Non
         theme=charts.theme(),
         note=f"Chance: {value(100 * chance)}%, (k - 1) / (E - 1). One scale for all layers of the run.",
     )
-    numbers = coactivation.pairs_table(share_EE, ("expert", "with expert", _SHARE), np.full_like(share_EE, chance))
     charts.show(
         figure,
         key="coactivation",
-        alt=f"Share of each expert's tokens that use each other one of layer {layer_keys.label(run, layer)}.",
-        numbers=numbers,
+        alt=f"Share of each expert's tokens that use each other one of layer {named}.",
+        numbers=coactivation.together_table(together_EE, tokens, stats.top_k),
     )
-    return title
+    return coactivation.commonest_title(in_phase(named, phase), together_EE, tokens, stats.top_k)
 
 
 def _pairs(run: Run, layer: int, phase: str) -> np.ndarray:
@@ -137,7 +137,7 @@ def _flow(run: Run, layer: int, phase: str, load_E: np.ndarray) -> None:
         theme=charts.theme(),
         note="One scale for all layers of the run.",
     )
-    numbers = coactivation.pairs_table(share_EF, ("from expert", "to expert", _SHARE), taken_F[None, :])
+    numbers = coactivation.flow_table(share_EF, taken_F)
     charts.show(
         figure,
         key="transitions",

@@ -23,7 +23,8 @@ from recorder.reader import Run
 MAX_ROWS_TOGETHER = 64  # experts of all layers in one heatmap; more, and one layer is drawn at a time
 _LAYER_COLUMNS = (  # those that matter first
     *("layer", "router", "num_experts", "top_k", "max_violation_window", "max_violation", "idle_experts"),
-    *("dead_experts", "aux_loss", "router_entropy", "load_entropy", "load_cv", "gini", "drop_rate", "tokens", "idle"),
+    *("dead_experts", "rerouted_share", "aux_loss", "router_entropy", "load_entropy", "load_cv", "gini", "drop_rate"),
+    *("tokens", "idle_ids"),
 )
 MAX_PANELS = 12  # small charts, one a layer; more layers, and the chosen one is drawn alone
 
@@ -330,12 +331,17 @@ def _layer_table(run: Run, summary: dict[str, Any], covered: Covered) -> None:
 
 
 def layer_frame(run: Run, summary: dict[str, Any]) -> pd.DataFrame:
-    """The summary's layers as a table, the normalised aux loss computed where none was recorded."""
+    """The summary's layers as a table, with the share that the bias changed over the window.
+
+    The normalised aux loss is computed where none was recorded.
+    """
     lines = []
     for layer in summary["layers"]:
         line = {name: layer[name] for name in _LAYER_COLUMNS if name in layer}
-        line["aux_loss"] = normalised_aux_loss(data.layer_stats(run, layer["key"]), summary["window"])[0]
-        line["idle"] = ", ".join(map(str, layer["idle_ids"])) or None
+        stats = data.layer_stats(run, layer["key"])
+        line["aux_loss"] = normalised_aux_loss(stats, summary["window"])[0]
+        line["rerouted_share"] = overview_charts.final_rerouted_share(stats, summary["window"])
+        line["idle_ids"] = ", ".join(map(str, layer["idle_ids"])) or None
         lines.append(line)
     frame = pd.DataFrame(lines, columns=[*_LAYER_COLUMNS])
     if frame["layer"].duplicated().any():
@@ -344,7 +350,7 @@ def layer_frame(run: Run, summary: dict[str, Any]) -> pd.DataFrame:
         frame = frame.drop(columns="router")
     whole = ("layer", "num_experts", "top_k", "dead_experts", "idle_experts")
     return frame.astype(
-        {name: "Int64" if name in whole else "Float64" for name in frame if name not in ("idle", "router")}
+        {name: "Int64" if name in whole else "Float64" for name in frame if name not in ("idle_ids", "router")}
     )
 
 
@@ -371,15 +377,23 @@ def _layer_columns() -> dict[str, Any]:
         "router_entropy": number(
             "Router entropy", f"Entropy of each token's router probabilities over ln E, {mean}. 0 is certain."
         ),
-        "dead_experts": number("Dead", "Experts without any assignment in the window.", "%d"),
-        "idle_experts": number("Idle", "Experts below a tenth of the uniform share in the window.", "%d"),
+        "dead_experts": number("Dead (count)", "Experts without any assignment in the window.", "%d"),
+        "idle_experts": number(
+            "Idle (count)", "Experts below a tenth of the uniform share in the window, dead ones included.", "%d"
+        ),
+        "rerouted_share": number(
+            "Rerouted share",
+            "Share of the window's assignments that the selection bias changed; no value without a bias.",
+        ),
         "gini": number("Gini", f"Gini coefficient of the load, {mean}. 0 is balanced, 1 - 1/E one expert for all."),
         "drop_rate": number("Drop rate", f"Share of the assignments that capacity dropped, {mean}."),
         "aux_loss": number(
             "Aux loss",
             f"E * sum of f_i P_i, uniform = 1, no coefficient, {mean}; from load and mean_prob where not recorded.",
         ),
-        "idle": st.column_config.TextColumn("Idle experts", help="Which ones, dead ones included."),
+        "idle_ids": st.column_config.TextColumn(
+            "Idle ids", help="Their numbers, dead ones included: as many as the count says."
+        ),
     }
 
 

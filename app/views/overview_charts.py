@@ -239,6 +239,12 @@ def rerouted_shares(stats: LayerStats, window: int) -> tuple[np.ndarray, np.ndar
     return batch_S, np.atleast_1d(metrics.rerouted_share(summed_S2[:, 0], summed_S2[:, 1]))
 
 
+def final_rerouted_share(stats: LayerStats, window: int) -> float | None:
+    """That of the window at the end of the run; None where it has no value."""
+    share = float(rerouted_shares(stats, window)[1][-1]) if stats.steps_S.size else np.nan
+    return share if np.isfinite(share) else None
+
+
 def _rerouted_title(shares: Sequence[tuple[LayerStats, np.ndarray, np.ndarray]]) -> str:
     ends = [(float(window_S[-1]), stats.label) for stats, _, window_S in shares if np.isfinite(window_S[-1])]
     if not ends:

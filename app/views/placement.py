@@ -57,32 +57,35 @@ def render() -> None:
         )
         window = state.pick_window()
         layer = state.pick_layer(run, list(series))
+    st.caption(
+        f"Spare replicas come in steps of {ranks}, the number of ranks: every rank of a layer has as many slots."
+    )
     placed = {index: placing.place(one, ranks, spares, window) for index, one in series.items()}
-    _head(run, head, list(placed.values()), ranks, spares, window)
     one = placed[layer]
+    with head:
+        _head(run, one, list(placed.values()), ranks, spares)
     _cost(one)
     _loads(one)
     _who_holds_what(run, one, list(placed.values()))
 
 
-def _head(
-    run: Run, head: st.delta_generator.DeltaGenerator, placed: list[Placed], ranks: int, spares: int, window: int
-) -> None:
-    word = step_word(data.main_phase(run))
-    with head:
-        st.title(
-            placing.headline(placed, ranks, spares),
-            help=glossary.explain(
-                "slowest_rank_cost", "Mean of the steps of the window; communication between ranks is not in it."
-            ),
-        )
-        before, after = (placing.balancedness(placed, name) for name in (CONTIGUOUS, PLANNED))
-        st.caption(
-            f"**{plain(run.name)}**: balancedness (mean / max of the rank loads, mean over layers and steps) "
-            f"{value(before)} contiguous, {value(after)} planned. The plan is made for the loads of the last {window} "
-            f"recorded {word}s summed, and judged on each of those steps; further back it shows how long a plan lasts. "
-            "Greedy replication and packing, after the published description of DeepSeek's EPLB."
-        )
+def _head(run: Run, one: Placed, placed: list[Placed], ranks: int, spares: int) -> None:
+    st.title(
+        placing.headline(one, ranks, spares),
+        help=glossary.explain(
+            "slowest_rank_cost", "Mean of the steps of the window; communication between ranks is not in it."
+        ),
+    )
+    before, after = (value(placing.balancedness(placed, name)) for name in (CONTIGUOUS, PLANNED))
+    said = [
+        placing.worst_words(placed, one),
+        "Balancedness (mean / max of the rank loads, mean over layers and steps) is "
+        f"{before} contiguous, {after} planned.",
+        f"The plan is made for the loads of the last {one.window} recorded {step_word(data.main_phase(run))}s summed, "
+        "and judged on each of those steps; further back it shows how long a plan lasts.",
+        "Greedy replication and packing, after the published description of DeepSeek's EPLB.",
+    ]
+    st.caption(f"**{plain(run.name)}**. {' '.join(line for line in said if line)}")
 
 
 def _cost(one: Placed) -> None:

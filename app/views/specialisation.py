@@ -11,7 +11,7 @@ from app import charts, data, glossary, layer_keys, navigation, specialisation, 
 from app.figures.domain_matrix import domain_matrix
 from app.text import plain
 from app.views import empty
-from app.words import count, percent
+from app.words import count, in_phase, percent
 from moe_core import metrics
 from recorder.reader import Run
 
@@ -49,9 +49,9 @@ def render() -> None:
     steps_S = data.decision_steps(run, phase)
     with head:
         st.title(
-            plain(specialisation.headline(named, share))
+            plain(specialisation.headline(in_phase(named, phase), share))
             if len(share)
-            else f"Layer {named}: which tokens its experts take",
+            else f"Layer {in_phase(named, phase)}: which tokens its experts take",
             help=glossary.explain(
                 "domain_specialisation",
                 "An expert is called a domain's own where the domain uses it at least "
@@ -60,8 +60,12 @@ def render() -> None:
         )
         st.caption(
             f"**{plain(run.name)}**, phase {phase}: all recorded decisions of {count(steps_S.size, 'step')}, "
-            f"{steps_S[0]:,} to {steps_S[-1]:,}, counted together."
+            f"{steps_S[0]:,} to {steps_S[-1]:,}, counted together, those of early training too. At one step alone: "
+            "the page Tokens."
         )
+        last = int(steps_S[-1])
+        if st.button(f"Tokens at step {last:,}", key="specialisation_tokens", icon=":material/text_fields:"):
+            navigation.go("tokens", layer=layer, phase=phase, step=last)
     _domains(run, layer, share)
     vocabulary = data.of_run(run, "vocabulary", layer, phase)
     if not len(vocabulary):
@@ -131,8 +135,6 @@ def _tokens_of_expert(
     if len(lines):
         st.caption(f"Examples in context, from step {step:,}: up to {MAX_EXAMPLES}, spread over all of that step.")
         charts.table(lines, key="expert_examples")
-        if st.button("See that step's tokens", key="specialisation_tokens", icon=":material/text_fields:"):
-            navigation.go("tokens", layer=layer, phase=phase, step=step)
 
 
 def _experts_of_token(layer: layer_keys.Label, vocabulary: pd.DataFrame) -> None:

@@ -18,6 +18,7 @@ from streamlit.util import calc_hash
 from recorder.writer import RunWriter
 
 MAIN = Path(__file__).resolve().parents[2] / "app" / "main.py"
+SAMPLES = MAIN.parents[1] / "sample_runs"
 TIMEOUT_S = 60  # AppTest's own 3 s are too few on a busy machine
 LAYERS = (1, 3)
 
@@ -123,6 +124,14 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ROUTESCOPE_DIRS", str(folder))
     monkeypatch.chdir(tmp_path)
     return folder
+
+
+@pytest.fixture
+def samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the sample runs, the only one shown."""
+    monkeypatch.setenv("ROUTESCOPE_DIRS", str(SAMPLES))
+    monkeypatch.chdir(tmp_path)
+    return SAMPLES
 
 
 @pytest.fixture

@@ -142,3 +142,26 @@ def test_cells_say_the_expert_and_lead_to_layer_and_step() -> None:
     assert list(points.text) == ["3", "4", "5"]
     assert list(points.x) == ["0", "1,000", "1,000"], "equal columns, whatever lies between the steps"
     assert "expert 3: 25.0% of its occurrences" in points.hovertext[0]
+
+
+def test_token_ids_that_read_alike_are_counted_and_told_apart(
+    samples: Path, open_page: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = samples / "top2-shared"
+    rows = pq.read_table(path / "tokens").to_pandas().query("phase == 'probe'")
+    alike = rows[rows["text"].str.strip() == "self"]["token_id"].value_counts()
+    texts = {int(token_id): rows[rows["token_id"] == token_id]["text"].iloc[0] for token_id in alike.index}
+    assert sorted(texts.values()) == [" self", "self"]
+    found = token_search.search(Run(path), "self", "probe")
+    assert found.spellings == {token_id: (texts[token_id], number) for token_id, number in alike.items()}
+    test = open_page("tokens", run="top2-shared", phase="probe", layer=1, find="self")
+    assert not test.exception, test.exception
+    said = "\n".join(element.value for element in test.caption).replace("\\", "")
+    assert f"{alike.sum():,} occurrences of 2 token ids in" in said
+    for token_id, text in texts.items():
+        assert f"“{text.replace(' ', '·')}” (id {token_id}) {alike[token_id]:,} times" in said
+    listed = next(element.value for element in test.dataframe if "token_id" in element.value)
+    names = {token_id: text.replace(" ", "·") for token_id, text in texts.items()}
+    assert listed["token"].tolist() == [names[token_id] for token_id in listed["token_id"]]
+    one = max(texts)
+    assert token_search.search(Run(path), f"id:{one}", "probe").spellings == {one: (texts[one], alike[one])}

@@ -42,17 +42,30 @@ def test_pairs_are_those_of_the_files_and_the_blocks_stand_together(run, open_pa
     for experts in decisions(run, 3):
         alone.update(int(expert) for expert in experts)
         together.update(itertools.permutations([int(expert) for expert in experts], 2))
+    tokens = len(decisions(run, 3))
     numbers = table(test, "with expert")
-    assert len(numbers) == 16 * 15
-    for row in numbers.itertuples(index=False):
-        assert row[2] == pytest.approx(together[row[0], row[1]] / alone[row[0]])
-        assert row[3] == pytest.approx(row[2] / (1 / 15))
+    assert sorted(zip(numbers["expert"], numbers["with expert"], strict=True)) == list(
+        itertools.combinations(range(16), 2)
+    ), "each two experts once"
+    assert numbers["tokens"].is_monotonic_decreasing
+    for one, other, both, of_all, times, of_first, of_second in numbers.itertuples(index=False):
+        assert both == together[one, other]
+        assert of_all == pytest.approx(both / tokens)
+        assert times == pytest.approx(both / tokens * 120), "16 * 15 / 2 pairs, one to each token"
+        assert of_first == pytest.approx(both / alone[one])
+        assert of_second == pytest.approx(both / alone[other])
     order = [int(label) for label in figure(test, "coactivation")["layout"]["xaxis"]["categoryarray"]]
     found = {frozenset(order[first : first + 4]) for first in range(0, 16, 4)}
     assert found == {frozenset(block) for block in BLOCKS}
-    one, other, share = numbers.iloc[0, 0], numbers.iloc[0, 1], numbers.iloc[0, 2]
-    assert test.title[0].value.startswith(f"Layer 3: {share:.0%} of the tokens of expert {one} use expert {other} too")
+    (one, other), most = max(together.items(), key=lambda item: item[1])
     assert any({one, other} <= set(block) for block in BLOCKS)
+    assert test.title[0].value == (
+        f"Layer 3: experts {min(one, other)} and {max(one, other)} fire together most, for {most:,} of {tokens:,} "
+        f"tokens ({most / tokens:.1%}; each pair would get 0.8% if all were even)"
+    )
+    share, one, other = max((both / alone[one], one, other) for (one, other), both in together.items())
+    said = figure(test, "coactivation")["layout"]["title"]["text"].replace("<br>", " ")
+    assert f"Layer 3: {share:.0%} of the tokens of expert {one} use expert {other} too" in said
     assert "Layer 3 is the last MoE layer" in "\n".join(element.value for element in test.caption)
 
 
@@ -76,7 +89,24 @@ def test_even_routing_has_no_pair_that_stands_out(shown, open_page):
     write_planted(shown / "run", Planted(steps=60))
     test = open_page("coactivation", run="run", layer=1)
     assert not test.exception, test.exception
-    assert test.title[0].value.startswith("Layer 1: no pair fires together much more than by chance")
+    said = figure(test, "coactivation")["layout"]["title"]["text"].replace("<br>", " ")
+    assert "Layer 1: no expert shares its tokens with another much more than by chance" in said
+
+
+def test_the_commonest_pair_is_not_the_one_of_the_greatest_share_and_the_phase_is_named(samples, open_page):
+    path = samples / "top2-shared"
+    test = open_page("coactivation", run="top2-shared", layer=1, phase="probe")
+    rows = decisions(path, 1, "probe")
+    together = Counter(frozenset(map(int, experts)) for experts in rows)
+    pair, most = together.most_common(1)[0]
+    assert (set(pair), most) == ({0, 3}, 1399)
+    title = test.title[0].value
+    assert title.startswith(f"Layer 1, phase probe: experts 0 and 3 fire together most, for 1,399 of {len(rows):,} ")
+    assert f"({most / len(rows):.1%}; each pair would get {2 / 56:.1%}" in title
+    assert tuple(table(test, "with expert").iloc[0, :3]) == (0, 3, 1399)
+    said = figure(test, "coactivation")["layout"]["title"]["text"].replace("<br>", " ")
+    alone = sum(number for two, number in together.items() if 2 in two)
+    assert f"{together[frozenset({2, 6})] / alone:.0%} of the tokens of expert 2 use expert 6 too" in said
 
 
 def test_one_expert_a_token(shown, open_page):

@@ -6,7 +6,8 @@ Shapes: S steps, E experts.
 import base64
 import json
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from app.figures.inputs import Curve
 from app.views import overview as page
+from app.views import overview_losses
 from recorder.writer import RunWriter
 
 Open = Callable[..., AppTest]
@@ -164,8 +167,10 @@ def test_the_layer_table_is_that_of_the_files(real: Path, open_page: Open) -> No
         }
         assert {name: float(line[name]) for name in expected} == pytest.approx(expected, rel=1e-6)
         ids = np.flatnonzero(summed_E < UNUSED * summed_E.mean())
-        assert ("" if pd.isna(line["idle"]) else line["idle"]) == ", ".join(map(str, ids))
+        assert ("" if pd.isna(line["idle_ids"]) else line["idle_ids"]) == ", ".join(map(str, ids))
+        assert line["idle_experts"] == len(ids)
         assert pd.isna(line["drop_rate"])  # nothing drops tokens here: no value, not 0
+        assert pd.isna(line["rerouted_share"])  # nor has it a bias
 
 
 # --------------------------------------------------------------------------------------------------- the charts
@@ -232,6 +237,57 @@ def test_a_loss_that_is_the_cross_entropy_is_drawn_once(real: Path, open_page: O
     assert names == {"cross-entropy", "held-out cross-entropy (probe)"}
 
 
+def test_held_out_is_set_against_training_over_the_same_steps(real: Path, open_page: Open) -> None:
+    test = open_page("overview", run="aux")
+    ce, probe = (rows(real / "aux", "steps", phase=phase).set_index("step")["ce_loss"] for phase in ("train", "probe"))
+    last, held_out = ce.loc[10:59], probe.loc[10:59]
+    assert (len(last), len(held_out)) == (50, 3)
+    slope, start = statistics.linear_regression(last.index, last)
+    there = statistics.mean(start + slope * step for step in held_out.index)
+    scatter = statistics.pstdev(last - (start + slope * last.index.to_numpy()))
+    apart = held_out.mean() - there
+    title = figures(test)["losses"]["layout"]["title"]["text"].replace("<br>", " ")
+    assert (
+        f"{last.mean():.4g} over the last 50 steps; "
+        f"held-out {held_out.mean():.4g} against {there:.4g} of training at the same steps, "
+    ) in title
+    said = f"{abs(apart):.2g} {'above' if apart > 0 else 'below'}"
+    assert (said if abs(apart) > scatter else "no further apart than single steps scatter") in title
+    assert f"single steps scatter about it by {scatter:.2g} (standard deviation)" in words(test)
+    tokens = rows(real / "aux", "steps", phase="probe")["tokens"].unique()
+    assert f"one fixed batch of {tokens[0]:,} tokens" in words(test)
+
+
+def curve(name: str, steps: range, values: Sequence[float]) -> Curve:
+    return Curve(name=name, group=name, colour=0, steps_S=np.array(steps), values_S=np.array(values))
+
+
+def test_a_gap_is_claimed_only_beyond_the_scatter_of_single_steps() -> None:
+    # Steps 50 to 99 lie on a line, 0.1 off it to either side, the same from both ends so that the line stays as it is;
+    # the first and last lie on it. The standard deviation is 0.1 sqrt(48 / 50).
+    off = [0.0, *(0.1 if place % 2 else -0.1 for place in range(24))]
+    values = [9.0] * 50 + [4 - step / 50 + more for step, more in zip(range(50, 100), off + off[::-1], strict=True)]
+    training = curve("cross-entropy", range(100), values)
+
+    def against(steps: range, *values: float) -> overview_losses.Beside | None:
+        return overview_losses.against_held_out([training, curve("held-out cross-entropy (probe)", steps, values)])
+
+    below = against(range(50, 100, 25), 2.5, 2.3)  # where the line is at 3 and 2.5
+    assert below is not None
+    assert (below.held_out, below.training) == pytest.approx((2.4, 2.75))
+    assert below.scatter == pytest.approx(0.1 * (48 / 50) ** 0.5)
+    assert below.gap == pytest.approx(-0.35)
+    within = against(range(10, 100, 65), 99.0, 2.59)  # step 10 lies before the window
+    assert within is not None
+    assert (within.held_out, within.training, within.gap) == (pytest.approx(2.59), pytest.approx(2.5), None)
+    above = against(range(10, 100, 65), 1.0, 2.61)
+    assert above is not None
+    assert above.gap == pytest.approx(0.11)
+    assert against(range(0, 50, 25), 2.0, 2.0) is None, "nothing held out in the window"
+    loss = curve("held-out loss (eval)", range(50, 100, 25), [3.0, 3.0])
+    assert overview_losses.against_held_out([training, loss]) is None, "another value"
+
+
 def test_the_load_can_be_clicked_and_the_layer_replayed(real: Path, open_page: Open) -> None:
     test = open_page("overview", run="plain", layer=1)
     points = [
@@ -290,7 +346,7 @@ def test_a_resumed_run_over_tokens_with_eval_loss_and_rerouted(
     at = dict(zip(steps, tokens, strict=True))
     places = array(held_out["x"]).astype(float)
     assert places[np.isfinite(places)] == pytest.approx([at[step] for step in (0, 5, 20, 25)])
-    assert "; held-out 6 at step 25" in drawn["losses"]["layout"]["title"]["text"]
+    assert "; held-out loss 6 at step 25" in drawn["losses"]["layout"]["title"]["text"]
     assert "resumed" in [note["text"] for note in drawn["losses"]["layout"]["annotations"]]
     assert "x adds up the tokens of 20 recorded steps, 67% of those from 0 to 29." in words(test)
 
@@ -305,6 +361,8 @@ def test_a_resumed_run_over_tokens_with_eval_loss_and_rerouted(
     numbers = next(frame.value for frame in test.dataframe if "rerouted (%)" in frame.value)
     assert numbers["tokens so far"].tolist() == tokens.tolist()
     assert numbers["rerouted (%)"].isna().tolist() == [step == 3 for step in steps]
+    share = float(table(test, "layers")["rerouted_share"].iloc[0])
+    assert share == pytest.approx(sum(last) / sum(100 + step for step in last))
 
 
 def test_a_run_without_a_bias_draws_no_rerouted_share(real: Path, open_page: Open) -> None:

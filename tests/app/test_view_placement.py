@@ -47,6 +47,22 @@ def test_contiguous_loads_and_costs_are_those_of_the_files(run, open_page):
     assert layers["slowest rank, contiguous"].iloc[1] == pytest.approx(cost_S[-10:].mean())
     assert len(numbers)
     assert f"{cost_S[-10:].mean():.3g} times a perfect split in layer 3" in test.title[0].value
+    captions = "\n".join(element.value for element in test.caption)
+    assert "The slowest of 2 layers is this one" in captions
+    assert "Spare replicas come in steps of 4" in captions
+
+
+def test_the_title_is_of_the_chosen_layer_and_the_caption_of_the_slowest(run, open_page):
+    test = open_page("placement", run="run", layer=1, ranks=4, spares=0, window=10)
+    assert not test.exception, test.exception
+    cost = {}
+    for layer in (1, 3):
+        ranks_SR = loads(run, layer)[-10:].reshape(10, 4, 2).sum(axis=2)
+        cost[layer] = (ranks_SR.max(axis=1) / ranks_SR.mean(axis=1)).mean()
+    assert cost[3] > 2 > cost[1]
+    assert f"works {cost[1]:.3g} times a perfect split in layer 1" in test.title[0].value
+    captions = "\n".join(element.value for element in test.caption)
+    assert f"The slowest of 2 layers is layer 3: {cost[3]:.3g} times" in captions
 
 
 def test_the_plan_parts_the_two_hot_experts_and_no_plan_without_copies_is_better(run, open_page):

@@ -84,10 +84,15 @@ def test_tokens_of_an_expert_and_experts_of_a_token_are_those_of_the_files(run, 
         assert number in chosen
         assert row[1] == texts[number]
         assert row[0] == "".join(texts[n] for n in range(max(row[3] * 32, number - 8), number))
+    assert "counted together, those of early training too" in "\n".join(element.value for element in test.caption)
     button = next(one for one in test.button if one.key == "specialisation_tokens")
     button.click().run()
     assert not test.exception, test.exception
-    assert "40" in test.query_params["step"]
+    assert {name: test.query_params[name] for name in ("step", "layer", "phase")} == {
+        "step": "40",
+        "layer": "3",
+        "phase": "train",
+    }
 
 
 def test_without_domains_it_says_how_to_record_them(shown, open_page):
