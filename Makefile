@@ -11,7 +11,7 @@ app: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	sh tests/browser/install_chromium.sh
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
