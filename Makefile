@@ -3,15 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# a file's tests share what they record; in the order of the files, so that the long ones do not all come last
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: app test lint format sample-runs clean
+.PHONY: app test test-all lint format sample-runs clean
 
 app: $(VENV)/.installed
 	$(BIN)/routescope app
 
 test: $(VENV)/.installed-test
 	sh tests/browser/install_chromium.sh
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
+
+test-all: $(VENV)/.installed-test
+	sh tests/browser/install_chromium.sh
+	$(BIN)/python -m pytest $(PARALLEL)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

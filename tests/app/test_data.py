@@ -168,6 +168,7 @@ def test_find_stays_inside_the_shown_folders(shown: Path, write_run: WriteRun, t
         assert data.find(reference) is None
 
 
+@pytest.mark.slow
 def test_200_runs_are_listed_fast_the_second_time(shown: Path, write_run: WriteRun) -> None:
     model = write_run(shown, "000", range(3))
     for number in range(1, 200):

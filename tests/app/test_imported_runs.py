@@ -35,6 +35,7 @@ def arrays(folder):
 
 @pytest.mark.parametrize("phase", [None, "train"])
 @pytest.mark.parametrize("dump", [counts, passes, decisions, arrays])
+@pytest.mark.slow
 def test_every_page_opens(shown, open_page, tmp_path, dump, phase):
     kind, file = dump(tmp_path)
     run_id = import_dump(kind, file, shown, name="imported", phase=phase).name

@@ -49,6 +49,7 @@ def words(test: AppTest) -> str:
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("run", ["regression", "capacity"])
+@pytest.mark.slow
 def test_every_view_opens(run: str, view: str, open_unusual: Callable[..., AppTest]) -> None:
     test = open_unusual(view, run=run, runs=["regression", "regression-none"])
     assert not test.exception

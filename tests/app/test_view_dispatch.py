@@ -49,6 +49,7 @@ def words(test: AppTest) -> str:
     return " ".join(element.value for kind in (test.caption, test.info, test.warning, test.error) for element in kind)
 
 
+@pytest.mark.slow
 def test_it_measures_says_so_and_keeps_the_result(draw: Callable[..., AppTest]) -> None:
     test = draw(TINY)
     assert not test.exception
@@ -79,6 +80,7 @@ def test_it_measures_says_so_and_keeps_the_result(draw: Callable[..., AppTest]) 
     assert "earlier measurement" not in words(test)
 
 
+@pytest.mark.slow
 def test_a_reload_and_another_window_find_the_result(draw: Callable[..., AppTest]) -> None:
     finish(press(draw(TINY)))
     other = draw(TINY)

@@ -55,7 +55,9 @@ def check_that_nothing_scrolls_sideways(page, name):
         assert page.evaluate(too_wide) <= 0, f"{name} is too wide at {width}"
 
 
-@pytest.mark.parametrize(("run", "scheme"), [("none", "light"), ("top2-shared", "dark")])
+@pytest.mark.parametrize(
+    ("run", "scheme"), [("none", "light"), pytest.param("top2-shared", "dark", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", PAGES)
 def test_every_page_renders_and_axe_finds_nothing_serious(page, dashboard, name, run, scheme):
     page.emulate_media(color_scheme=scheme)

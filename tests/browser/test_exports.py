@@ -46,7 +46,7 @@ def opened_offline(browser, path, **settings):
     return window, page, outside
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_a_figure_as_png_svg_and_html(page, dashboard, browser, theme, tmp_path):
     page.emulate_media(color_scheme=theme)
     dashboard.open(page, "overview?run=none")
@@ -98,6 +98,7 @@ def test_the_numbers_as_csv_and_parquet(page, dashboard):
     np.testing.assert_array_equal(parquet[parquet["layer"] == 3].filter(like="expert").to_numpy(), load_SE)
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_replay_is_the_step_shown(page, dashboard):
     dashboard.open(page, "replay?run=none&layer=3&step=57")
     _, first = save_figure(page, "replay_bars", "SVG")

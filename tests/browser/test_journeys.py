@@ -55,6 +55,7 @@ def test_a10_run_layer_and_step_survive_a_page_change_and_a_reload(page, dashboa
     assert chosen(page) == ("3", "57", "sign-bias")
 
 
+@pytest.mark.slow
 def test_a_link_opened_in_a_fresh_browser_shows_the_same(page, dashboard, browser):
     dashboard.open(page, "replay?run=quantile&layer=3&step=123")
     fresh = browser.new_context()

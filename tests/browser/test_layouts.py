@@ -22,6 +22,7 @@ def test_models_side_by_side_and_their_export(page, dashboard):
     assert told[0]["total_parameters"] == 46_702_792_704
 
 
+@pytest.mark.slow
 def test_a_design_follows_the_editor_and_survives_a_reload(page, dashboard):
     dashboard.open(page, "layouts?show=design&design=tiny")
     expect(page.locator("h1")).to_contain_text("1.01M parameters")

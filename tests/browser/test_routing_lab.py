@@ -34,6 +34,7 @@ def type_into(page, dashboard, row, column, text):
     dashboard.settle(page)
 
 
+@pytest.mark.slow
 def test_numbers_typed_into_the_table_move_the_page_and_stay_in_the_link(page, dashboard):
     page.goto(f"{dashboard.url}/routing_lab")
     title = page.locator("h1")

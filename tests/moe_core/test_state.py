@@ -182,7 +182,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inducto
         ("sign-bias+sequence-aux", "eager"),
         ("quantile", "eager"),
         ("global-aux+z", "eager"),
-        pytest.param("quantile+global-aux", "inductor", marks=needs_compiler),
+        pytest.param("quantile+global-aux", "inductor", marks=[needs_compiler, pytest.mark.slow]),
     ],
 )
 def test_torch_compile_leaves_state_and_gradients_as_they_are(kind, backend):

@@ -78,6 +78,7 @@ def test_flops_are_those_that_run(config: MoETransformerConfig, tokens: int) -> 
 
 
 @pytest.mark.parametrize("size", TEACHING_SIZES.values(), ids=TEACHING_SIZES)
+@pytest.mark.slow
 def test_teaching_sizes_are_what_they_stand_for(size) -> None:
     with torch.device("meta"):
         model = MoETransformer(size.config)

@@ -62,6 +62,7 @@ def test_a_killed_worker_does_not_lose_the_job(run, cluster):
     same_tables(found, analyse(run, keep=False))
 
 
+@pytest.mark.slow
 def test_the_command_on_a_cluster(run, cluster):
     command = [sys.executable, "-m", "recorder.cli", "analyse", str(run.path), "--json"]
     printed = subprocess.run(

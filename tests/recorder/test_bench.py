@@ -75,6 +75,7 @@ def test_bad_rounds_and_names_are_named():
         measure_dispatch(SMALL, names=["magic"])
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_json():
     options = ["--d-model", "16", "--d-ff", "8", "--num-experts", "4", "--tokens", "30", "--rounds", "2"]
     plain = bench(*options, "--threads", "1")

@@ -70,6 +70,7 @@ def test_a_run_has_what_was_asked_for(recorded):
     assert all(r["loss"] == pytest.approx(r["ce_loss"] + r["aux_loss"], rel=1e-6) for r in loss)
 
 
+@pytest.mark.slow
 def test_same_seed_same_run_and_another_seed_another(recorded, tmp_path):
     record(tmp_path, "--run-id", "again", "--balancer", "aux")
     record(tmp_path, "--run-id", "other", "--balancer", "aux", "--seed", "1")
@@ -332,6 +333,7 @@ def test_summary_says_how_many_steps_it_is_of(recorded):
     assert (summary["window"], summary["steps"]) == (50, 6)
 
 
+@pytest.mark.slow
 def test_no_memory_is_one_line(tmp_path):
     big = ["--num-experts", "1024", "--expert-d-ff", "16384", "--d-model", "2048", "--num-layers", "2"]
     command_line = " ".join(command("record", "--steps", 1, *big, "--out", tmp_path))

@@ -207,6 +207,7 @@ def test_no_trace_after_close_and_copies_while_recording(tmp_path):
 
 @pytest.mark.parametrize("when", ["attached, then compiled", "compiled, then attached"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.slow
 def test_compiled_models_are_recorded(tmp_path, when, backend):
     torch.compiler.reset()
     model = mixtral()

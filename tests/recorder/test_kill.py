@@ -112,7 +112,7 @@ def test_killed_at_50_random_moments(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks of one process, to load everything once")
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", pytest.param("after", marks=pytest.mark.slow)])
 def test_killed_at_every_rename_and_removal(tmp_path, moment):
     """Each time a file gets or loses its name, of a short run from its creation to its last compaction."""
     killed = run_script(

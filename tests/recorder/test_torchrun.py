@@ -135,6 +135,7 @@ def test_four_ranks_lose_rank_0_and_two_go_on(tmp_path):
     assert run.incomplete_steps().empty  # two ranks are all there are in the second segment
 
 
+@pytest.mark.slow
 def test_torchrun_starts_all_again_and_they_go_on_without_a_process_group(tmp_path):
     torchrun(2, "without_process_group", tmp_path, restarts=1)
     before, after = (saved(tmp_path, attempt, 2) for attempt in range(2))
@@ -144,6 +145,7 @@ def test_torchrun_starts_all_again_and_they_go_on_without_a_process_group(tmp_pa
     assert run.decisions(2, 0)["segment"].unique().tolist() == [1]  # rank 1 did not join what was there before
 
 
+@pytest.mark.slow
 def test_replicas_and_pipeline_stages_are_counted_once(tmp_path):
     torchrun(4, "parallel", tmp_path)
 
