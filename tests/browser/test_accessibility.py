@@ -10,7 +10,11 @@ from playwright.sync_api import TimeoutError, expect
 from app.navigation import VIEWS
 
 pytestmark = pytest.mark.browser
-PAGES = [view.name for view in VIEWS]
+ALWAYS = ("runs", "overview", "tokens", "compare")
+PAGES = [
+    view.name if view.name in ALWAYS else pytest.param(view.name, marks=pytest.mark.slow, id=view.name)
+    for view in VIEWS
+]
 WITHOUT_FIGURES = ("runs", "dispatch", "recording", "glossary")
 WIDTHS = (390, 1280, 1920)
 

@@ -46,7 +46,7 @@ def opened_offline(browser, path, **settings):
     return window, page, outside
 
 
-@pytest.mark.parametrize("theme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
+@pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_a_figure_as_png_svg_and_html(page, dashboard, browser, theme, tmp_path):
     page.emulate_media(color_scheme=theme)
     dashboard.open(page, "overview?run=none")

@@ -66,6 +66,7 @@ def test_a_link_opened_in_a_fresh_browser_shows_the_same(page, dashboard, browse
     fresh.close()
 
 
+@pytest.mark.slow
 def test_garbage_in_the_url_falls_back(page, dashboard):
     dashboard.open(page, "replay?run=../../etc/passwd&layer=abc&step=1e9&expert=-5")
     expect(page.locator(".js-plotly-plot").first).to_be_visible()

@@ -9,6 +9,7 @@ from playwright.sync_api import expect
 pytestmark = pytest.mark.browser
 
 
+@pytest.mark.slow
 def test_models_side_by_side_and_their_export(page, dashboard):
     dashboard.open(page, "layouts")
     page.locator(".st-key-show button", has_text="Published models").click()

@@ -65,6 +65,7 @@ def test_a_run_is_recorded_from_the_sidebar_and_opens_when_done(page, dashboard)
     expect(page.locator("span.rs-t").first).to_be_visible()
 
 
+@pytest.mark.slow
 def test_a_recording_survives_a_reload_is_cancelled_and_still_opens(page, dashboard):
     dashboard.open(page, "runs")
     start_recording(page, steps=5000, name="Cut short")
