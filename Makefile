@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # a file's tests share what they record; in the order of the files, so that the long ones do not all come last
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: app test test-all lint format sample-runs clean
+.PHONY: app test test-all style lint format sample-runs clean
 
 app: $(VENV)/.installed
 	$(BIN)/routescope app
@@ -19,9 +19,11 @@ test-all: $(VENV)/.installed-test
 	sh tests/browser/install_chromium.sh
 	$(BIN)/python -m pytest $(PARALLEL)
 
-lint: $(VENV)/.installed-test
+style: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -71,6 +71,7 @@ def test_a_plain_loop(tmp_path):
     assert run.events().kind.tolist() == ["resumed"]
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path):
     (block,) = block_of(OWN_MODEL, "transformers' Trainer")
     run_python(tmp_path, "-c", block)
@@ -102,6 +103,7 @@ def test_object_store(tmp_path, s3):
     assert "finished, last step 9" in shown
 
 
+@pytest.mark.slow
 def test_a_router_of_your_own(tmp_path):
     (block,) = block_of(OWN_MODEL, "A router of your own")
     run_python(tmp_path, "-c", block)

@@ -15,6 +15,8 @@ from streamlit.testing.v1 import AppTest
 from app import data
 from recorder.manifest_shape import check_manifest
 
+pytestmark = pytest.mark.slow
+
 Open = Callable[..., AppTest]
 Write = Callable[..., Path]
 PAGES = ("overview", "replay", "tokens", "layouts", "specialisation", "coactivation", "settling", "placement")
