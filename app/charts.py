@@ -95,15 +95,20 @@ def table(frame: pd.DataFrame, *, key: str, columns: dict[str, Any] | None = Non
     columns  settings of columns (`st.column_config`), their definitions in the help texts above all
     """
     st.dataframe(frame, hide_index=True, width="stretch", key=key, column_config=columns, placeholder="-")
-    formats = (("CSV", export.table_csv, "text/csv"), ("Parquet", export.table_parquet, "application/octet-stream"))
     with st.container(horizontal=True, gap="small"):
-        for name, convert, mime in formats:
-            st.download_button(
-                f"Save as {name}",
-                data=partial(convert, frame),
-                file_name=f"{_file(key)}.{name.lower()}",
-                mime=mime,
-                key=f"{key}_{name.lower()}",
-                icon=_SAVE,
-                on_click="ignore",
-            )
+        save_table(frame, key=key)
+
+
+def save_table(frame: pd.DataFrame, *, key: str) -> None:
+    """Offer a table as CSV and Parquet: a button each. key: the name of the files, unique on the page."""
+    formats = (("CSV", export.table_csv, "text/csv"), ("Parquet", export.table_parquet, "application/octet-stream"))
+    for name, convert, mime in formats:
+        st.download_button(
+            f"Save as {name}",
+            data=partial(convert, frame),
+            file_name=f"{_file(key)}.{name.lower()}",
+            mime=mime,
+            key=f"{key}_{name.lower()}",
+            icon=_SAVE,
+            on_click="ignore",
+        )

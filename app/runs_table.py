@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import data, state
+from app import charts, data, state
 from app.runs_headline import WINDOW, is_judged
 from app.text import plain
 from app.words import count, listed
@@ -150,15 +150,7 @@ def table(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> list[i
     numbers = frame.drop(columns=["loss_curve", "violation_curve"])
     numbers["tags"] = [", ".join(run.info.about.tags) or None for run in runs]
     with st.container(horizontal=True, vertical_alignment="center"):
-        st.download_button(
-            "Save as CSV",
-            data=lambda: numbers.to_csv(index=False).encode(),
-            file_name="runs.csv",
-            mime="text/csv",
-            key="runs_csv",
-            icon=":material/download:",
-            on_click="ignore",
-        )
+        charts.save_table(numbers, key="runs")
         st.caption(_scope(runs, rows))
     _problems(frame)
     selection: Any = event

@@ -237,15 +237,8 @@ def _table(run: Run, found: Search, phase: str, layer: int) -> None:
         on_select="rerun",
         selection_mode="single-row",
     )
-    st.download_button(
-        "Save as CSV",
-        data=lambda: frame.to_csv(index=False).encode(),
-        file_name="occurrences.csv",
-        mime="text/csv",
-        key="token_search_csv",
-        icon=":material/download:",
-        on_click="ignore",
-    )
+    with st.container(horizontal=True, gap="small"):
+        charts.save_table(frame, key="occurrences")
     picked = list(event["selection"]["rows"])
     if picked and st.session_state.get("_token_search_opened") != (found.listed.shape, picked):
         st.session_state["_token_search_opened"] = (found.listed.shape, picked)

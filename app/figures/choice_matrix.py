@@ -11,7 +11,8 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from app.figures.labels import category_ticks, number
+from app.figures.labels import number
+from app.figures.matrices import category_axes
 from app.figures.theme import SHARE_SCALE, Theme, figure_layout, palette
 
 MOST_ROWS = 32
@@ -95,18 +96,7 @@ def choice_matrix(
         wrap_at=wrap_at,
     )
     fig.update_layout(plot_bgcolor=p.no_data)
-    for axis, labels, most in ((fig.update_xaxes, experts, 16), (fig.update_yaxes, tokens, 32)):
-        axis(
-            type="category",
-            categoryorder="array",
-            categoryarray=labels,
-            tickvals=category_ticks(labels, most),
-            showgrid=False,
-            ticks="",
-            tickangle=0,
-        )
-    fig.update_xaxes(range=[-0.5, E - 0.5])
-    fig.update_yaxes(range=[shown - 0.5, -0.5])
+    category_axes(fig, experts, tokens, most_columns=16, most_rows=32)
     return fig
 
 

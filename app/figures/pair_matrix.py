@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from app.figures.labels import category_ticks
+from app.figures.matrices import category_axes, colorbar
 from app.figures.theme import SHARE_SCALE, Theme, figure_layout, palette
 
 # One hue for shares, as in the matrix of tokens: neither the load's colours nor an expert's.
@@ -55,18 +55,7 @@ def pair_matrix(
             xgap=1 if len(columns) <= 64 else 0,
             ygap=1 if len(rows) <= 64 else 0,
             hovertemplate=f"{hover}: <b>%{{z:.1%}}</b><extra></extra>",
-            colorbar={
-                "title": {"text": "share", "side": "top", "font": {"size": 13, "color": p.text}},
-                "tickformat": ".0%",
-                "tickfont": {"size": 12, "color": p.text},
-                "thickness": 14,
-                "outlinewidth": 0,
-                "lenmode": "pixels",
-                "len": 200,
-                "y": 1,
-                "yanchor": "top",
-                "ypad": 0,
-            },
+            colorbar=colorbar("share", theme, tickformat=".0%"),
         )
     )
     figure_layout(
@@ -81,17 +70,7 @@ def pair_matrix(
         y_title=row_title,
     )
     fig.update_layout(plot_bgcolor=p.no_data)
-    for axis, labels, most in ((fig.update_xaxes, columns, 40), (fig.update_yaxes, rows, 32)):
-        axis(
-            type="category",
-            categoryorder="array",
-            categoryarray=labels,
-            tickvals=category_ticks(labels, most),
-            showgrid=False,
-            ticks="",
-        )
-    fig.update_xaxes(range=[-0.5, len(columns) - 0.5], tickangle=0)
-    fig.update_yaxes(range=[len(rows) - 0.5, -0.5])
+    category_axes(fig, columns, rows, most_columns=40, most_rows=32)
     return fig
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from app.figures.labels import category_ticks, next_step, plain
+from app.figures.matrices import colorbar
 from app.figures.theme import INTENSITY, MONO_FAMILY, Theme, figure_layout, palette
 from app.figures.token_text import TokenRows
 
@@ -81,17 +82,7 @@ def token_matrix(
             colorscale=INTENSITY[theme],
             xgap=1 if count <= 160 else 0,
             ygap=1,
-            colorbar={
-                "title": {"text": "gate<br>weight", "side": "top", "font": {"size": 13, "color": p.text}},
-                "tickfont": {"size": 12, "color": p.text},
-                "thickness": 14,
-                "outlinewidth": 0,
-                "lenmode": "pixels",
-                "len": 200,
-                "y": 1,
-                "yanchor": "top",
-                "ypad": 0,
-            },
+            colorbar=colorbar("gate<br>weight", theme),
         )
     )
     if crosses:

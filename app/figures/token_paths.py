@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from app.figures.labels import category_ticks, plain
+from app.figures.matrices import colorbar
 from app.figures.theme import INTENSITY, Theme, figure_layout, palette, undimmed
 
 MAX_NUMBERED = 32  # columns in which a cell has room for an expert's number
@@ -62,18 +63,7 @@ def token_paths(
             colorscale=INTENSITY[theme],
             xgap=1 if len(columns) <= 160 else 0,
             ygap=1,
-            colorbar={
-                "title": {"text": "share of its<br>occurrences", "side": "top", "font": {"size": 13, "color": p.text}},
-                "tickformat": ".0%",
-                "tickfont": {"size": 12, "color": p.text},
-                "thickness": 14,
-                "outlinewidth": 0,
-                "lenmode": "pixels",
-                "len": 170,
-                "y": 1,
-                "yanchor": "top",
-                "ypad": 0,
-            },
+            colorbar=colorbar("share of its<br>occurrences", theme, length=170, tickformat=".0%"),
         )
     )
     at = [(r, s) for r in range(len(rows)) for s in range(len(columns)) if share_RS[r, s] > 0]

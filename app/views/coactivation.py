@@ -6,41 +6,22 @@ Shapes: E experts of a layer, F of the next MoE layer.
 import numpy as np
 import streamlit as st
 
-from app import charts, coactivation, data, glossary, layer_keys, navigation, state
+from app import charts, coactivation, data, glossary, layer_keys, navigation
 from app.figures.pair_matrix import pair_matrix
 from app.text import plain
-from app.views import empty
+from app.views import one_layer
 from app.words import count, in_phase, value
 from recorder.reader import Run
 
 
 def render() -> None:
     """Draw the page."""
-    head = st.container()
-    run = empty.require_run(decisions=True)
-    if run is None:
-        head.title("Co-activation")
+    about = one_layer.choose("Co-activation", unknown="experts fired for the same token")
+    if about is None:
         return
-    phases = [phase for phase in data.phases(run) if data.decision_steps(run, phase).size]
-    if not phases:
-        head.title("Co-activation")
-        st.info(
-            f"This run recorded no single decisions{empty.where_readable(run)}, so nobody can tell which experts fired "
-            "for the same token."
-        )
-        st.markdown("**What to do:** record the decisions of every tenth step:")
-        st.code("routescope record --decisions-every 10 --steps 400", "bash")
-        return
-    with st.container(horizontal=True, gap="large"):
-        layer = state.pick_layer(run)
-        phase = state.pick_phase(phases)
+    run, layer, phase, load_E = about.run, about.layer, about.phase, about.load_E
     steps_S = data.decision_steps(run, phase)
-    load_E = data.load_of_decisions(run, layer, phase)
-    if not load_E.sum():
-        head.title("Co-activation")
-        st.info(f"No decision of layer {layer_keys.label(run, layer)} was recorded in phase {phase}.")
-        return
-    with head:
+    with about.head:
         title = st.empty()
         st.caption(
             f"**{plain(run.name)}**, phase {phase}: all recorded decisions of {count(steps_S.size, 'step')}, "

@@ -10,7 +10,7 @@ import streamlit as st
 from app import charts, data, glossary, layer_keys, navigation, specialisation, state
 from app.figures.domain_matrix import domain_matrix
 from app.text import plain
-from app.views import empty
+from app.views import one_layer
 from app.words import count, in_phase, percent
 from moe_core import metrics
 from recorder.reader import Run
@@ -21,33 +21,14 @@ MAX_EXAMPLES = 25
 
 def render() -> None:
     """Draw the page."""
-    head = st.container()
-    run = empty.require_run(decisions=True)
-    if run is None:
-        head.title("Specialisation")
+    about = one_layer.choose("Specialisation", unknown="tokens went to which expert")
+    if about is None:
         return
-    phases = [phase for phase in data.phases(run) if data.decision_steps(run, phase).size]
-    if not phases:
-        head.title("Specialisation")
-        st.info(
-            f"This run recorded no single decisions{empty.where_readable(run)}, so nobody can tell which "
-            "tokens went to which expert."
-        )
-        st.markdown("**What to do:** record the decisions of every tenth step:")
-        st.code("routescope record --decisions-every 10 --steps 400", "bash")
-        return
-    with st.container(horizontal=True, gap="large"):
-        layer = state.pick_layer(run)
-        phase = state.pick_phase(phases)
-    load_E = data.load_of_decisions(run, layer, phase)
-    if not load_E.sum():
-        head.title("Specialisation")
-        st.info(f"No decision of layer {layer_keys.label(run, layer)} was recorded in phase {phase}.")
-        return
+    run, layer, phase, load_E = about.run, about.layer, about.phase, about.load_E
     named = layer_keys.label(run, layer)
     share = data.of_run(run, "domain_specialisation", layer, phase)
     steps_S = data.decision_steps(run, phase)
-    with head:
+    with about.head:
         st.title(
             plain(specialisation.headline(in_phase(named, phase), share))
             if len(share)
