@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -157,7 +158,9 @@ ENGINES = {
 
 
 def peak_mib() -> float:
-    """Greatest resident memory of this process so far."""
+    """Greatest resident memory of this program so far; Linux's `ru_maxrss` would begin with that of who started it."""
+    if (status := Path("/proc/self/status")).exists():
+        return int(status.read_text().partition("VmHWM:")[2].split()[0]) / (1 << 10)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << (20 if sys.platform == "darwin" else 10))
 
 
