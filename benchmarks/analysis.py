@@ -117,15 +117,18 @@ def main() -> None:
                 lines.append(verdict(text, found[best]["seconds"] / ours, FASTER[question], at_least=True))
         both: dict[str, list[Figures]] = {}
         for _ in range(given.rounds):
-            for name, way, of in (("one", "threads1", run), ("two", "threads2", run), ("double", "threads2", double)):
-                both.setdefault(name, []).append(ask(f"routescope:{way}", "both", of)[0])
-        one, two, twice = (medians(both[name]) for name in ("one", "two", "double"))
+            for way in ("threads-1", "threads-2", "processes-1", "processes-2"):
+                both.setdefault(way, []).append(ask(f"routescope:{way}", "both", run)[0])
+            both.setdefault("double", []).append(ask("routescope:threads-2", "both", double)[0])
+        took = {way: medians(found) for way, found in both.items()}
+        for kind in ("threads", "processes"):
+            one, two = (took[f"{kind}-{number}"]["seconds"] for number in (1, 2))
+            text = f"both: {kind}, one {one:.2f} s / two {two:.2f} s"
+            lines.append(verdict(text, one / two, LEAST_OF_TWO, at_least=True))
+        peak, of_double = took["threads-2"]["peak_mib"], took["double"]["peak_mib"]
         lines += [
-            verdict("both: one worker / two workers", one["seconds"] / two["seconds"], LEAST_OF_TWO, at_least=True),
-            verdict("both: peak memory in MiB", two["peak_mib"], MOST_MIB, at_least=False),
-            verdict(
-                "both: of twice as many / of these", twice["peak_mib"] / two["peak_mib"], MOST_GROWTH, at_least=False
-            ),
+            verdict("both: peak memory in MiB", peak, MOST_MIB, at_least=False),
+            verdict("both: of twice as many / of these", of_double / peak, MOST_GROWTH, at_least=False),
         ]
         print("\n" + "\n".join(lines))
 

@@ -14,6 +14,8 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -44,13 +46,11 @@ def both_ways(answer: np.ndarray) -> np.ndarray:
 
 
 def routescope(way: str, question: str, run: str) -> Ask:
-    """way: workers, as threads1 or threads2, or `default` for what the library takes by itself."""
-    from concurrent.futures import ThreadPoolExecutor
-
+    """way: workers, as threads1 or processes2, or `default` for what the library takes by itself."""
     from recorder.analysis import analyse
     from recorder.reader import Run
 
-    executor = None if way == "default" else ThreadPoolExecutor(int(way.removeprefix("threads")))
+    executor = None if way == "default" else workers(*way.split("-"))
     tables = QUESTIONS if question == "both" else (question,)
 
     def ask() -> np.ndarray:
@@ -64,6 +64,23 @@ def routescope(way: str, question: str, run: str) -> Ask:
         return answer
 
     return ask
+
+
+def workers(kind: str, number: str) -> Executor:
+    """Threads or processes, of which each has started and has imported what it needs."""
+    many = int(number)
+    if kind == "threads":
+        return ThreadPoolExecutor(many)
+    executor = ProcessPoolExecutor(many, mp_context=get_context("spawn"))
+    for started in [executor.submit(_start) for _ in range(many)]:
+        started.result()
+    return executor
+
+
+def _start() -> None:
+    import recorder.analysis  # noqa: F401
+
+    time.sleep(1.0)  # busy meanwhile, so that the next one is given to another process
 
 
 def duckdb(way: str, question: str, run: str) -> Ask:

@@ -48,6 +48,8 @@ def count_load(expert_ids: ArrayLike, num_experts: int) -> tuple[NDArray[np.int6
     if ids.size == 0:
         return np.zeros(num_experts, dtype=np.int64), 0
     _check_range(ids, num_experts)
+    if ids.min() >= 0:
+        return np.bincount(ids.astype(np.int64, copy=False), minlength=num_experts), 0
     # One bin more, in front, catches the sentinel without a boolean copy of the ids.
     counts = np.bincount(ids.astype(np.int64) + 1, minlength=num_experts + 1)
     return counts[1:].astype(np.int64), int(counts[0])
@@ -380,11 +382,12 @@ def _count_slot_pairs(
     counts = np.zeros((num_experts + 1) * width, dtype=np.int64)
     # enough of them, too, to be worth adding up all the cells
     block = max(_BLOCK_TOKENS, counts.size // max(1, other_TJ.shape[1]))
+    cell = np.min_scalar_type(-counts.size)  # small numbers are added faster
     for start in range(0, len(ids_TK), block):
         # slot by slot in memory, so that each slot is one plain array
-        ids_KB = np.ascontiguousarray(ids_TK[start : start + block].T).astype(np.int64) + 1
-        other_JB = np.ascontiguousarray(other_TJ[start : start + block].T).astype(np.int64) + 1
-        for row, slots in zip(ids_KB, partners, strict=True):
+        rows_KB = (ids_TK[start : start + block].T.astype(cell, order="C") + 1) * width
+        other_JB = other_TJ[start : start + block].T.astype(cell, order="C") + 1
+        for row_B, slots in zip(rows_KB, partners, strict=True):
             if slots:
-                counts += np.bincount((row * width + other_JB[slots]).ravel(), minlength=counts.size)
+                counts += np.bincount((row_B + other_JB[slots]).ravel(), minlength=counts.size)
     return counts.reshape(num_experts + 1, width)[1:, 1:].copy()

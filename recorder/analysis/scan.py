@@ -131,7 +131,7 @@ def _batches(path: Place, part: PartFile, row_groups: range, columns: Sequence[s
                     except OtherLayoutError:
                         ids_TK = None
                     rows = file.read_row_group(group, there, use_threads=False)
-                    keys = {name: np.repeat(values, rows.num_rows) for name, values in keys.items()}
+                    keys = {name: np.broadcast_to(values, rows.num_rows) for name, values in keys.items()}
                     yield _Batch(rows, keys, ids_TK)
             return
         keys, there = _told(footer, here, columns)
@@ -233,7 +233,8 @@ def _changes(keys: Mapping[str, np.ndarray]) -> np.ndarray:
     new = np.zeros(len(keys["step"]), dtype=bool)
     new[0] = True
     for name in _KEYS:
-        new[1:] |= keys[name][1:] != keys[name][:-1]
+        if keys[name].strides != (0,):  # else one value, told by the footer
+            new[1:] |= keys[name][1:] != keys[name][:-1]
     return new
 
 
