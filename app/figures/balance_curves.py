@@ -203,14 +203,14 @@ def share_area(
     colour_of = {expert: categorical_colour(rank, theme=theme, fill=True) for rank, expert in enumerate(busiest)}
 
     middle = steps if series.at_S is None else np.interp(steps, series.steps_S, series.at_S)
-    fig = go.Figure()
+    traces: list[go.Scatter] = []
     grey = {"fill": mix(p.block, p.ground, 0.75), "edge": p.ground}
 
     def draw(y_C: NDArray[np.float64], of: str, uniform: float, **settings: Any) -> None:
         """One expert's band or line: a trace for each stretch without a hole, as stacks would bridge it."""
         stretches = [slice(None)] if kind == "lines" else _stretches(y_C)
         for place, stretch in enumerate(stretches):
-            fig.add_trace(
+            traces.append(
                 go.Scatter(
                     x=middle[stretch],
                     y=y_C[stretch],
@@ -254,6 +254,7 @@ def share_area(
             name=name,
             showlegend=True,
         )
+    fig = go.Figure(traces)  # all at once: each added by itself costs as much as the making of it
     notes = [_uniform_lines(fig, series.num_experts, kind, uniform, len(busiest), theme)]
     if pooled > 1:
         notes.append(f"Each point sums {pooled} recorded steps.")

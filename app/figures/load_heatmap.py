@@ -315,8 +315,10 @@ def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: 
     fig.add_trace(
         go.Scatter(
             x=centres[known_c],
-            y=[cells.labels[r] for r in known_r],
-            customdata=data.tolist(),  # an array would reach Streamlit's selection as a dict, a list stays one
+            y=np.array(cells.labels, dtype=object)[known_r],
+            # An array of numbers would reach Streamlit's selection as a dict. One of objects is sent as a list, and
+            # plotly takes it as it is; a list it looks through, number by number.
+            customdata=data.astype(object),
             mode="markers",
             # Plotly takes any marker under the pointer for a hit, the nearest only outside of all: so small that those
             # of two rows do not overlap.

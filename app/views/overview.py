@@ -3,7 +3,7 @@
 Shapes: S recorded steps, E experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def render() -> None:
         return
     layers = _indices(run)
     one_at_a_time = _rows(run) > MAX_ROWS_TOGETHER or len(layers) > MAX_PANELS
-    window, layer, axis = _controls(run, layers, one_at_a_time)
+    window, axis = _controls(run)
     summary = data.summary(run, window)
     covered = _covered(run, window)
     wrong = data.trouble(run, window)
@@ -61,23 +61,46 @@ def render() -> None:
     diagnosis_panel.show(run)
     idle = {one["key"]: _experts_idle(one) for one in summary["layers"] if one["idle_experts"] is not None}
     over = f"the steps with routed tokens among {covered.words}" if wrong.unrouted else covered.words
-    overview_charts.load(run, layers if layer is None else [layer], idle, over)
+    by_layer = _of_one_layer if one_at_a_time else _of_all_layers
+    by_layer(run, layers, window, axis, idle, over)
     overview_losses.losses(run, axis)
-    drawn = layers if len(layers) <= MAX_PANELS or layer is None else [layer]
-    series = [data.load_series(run, index) for index in drawn]
-    overview_charts.violation(run, series, window, axis)
-    overview_charts.unused(run, series, window, axis)
-    overview_charts.rerouted(run, drawn, window, axis)
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        if layer is None:
-            layer = _pick_layer(run, layers, window)
-        if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
-            navigation.go("replay", layer=layer, phase=data.linked_phase(run))
-    overview_charts.shares(run, layer, axis)
     _layer_table(run, summary, covered)
     _events(run)
     report_button([run])
     record_again.buttons(run, "overview")
+
+
+@st.fragment  # so that another layer draws these charts anew and not the page
+def _of_one_layer(
+    run: Run, layers: Sequence[int], window: int, axis: x_axis.XAxis, idle: Mapping[int, str], over: str
+) -> None:
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        layer = _pick_layer(run, layers, window)
+        _replay_button(run, layer)
+    overview_charts.load(run, [layer], idle, over)
+    overview_charts.balance(run, layers if len(layers) <= MAX_PANELS else [layer], window, axis)
+    overview_charts.shares(run, layer, axis)
+
+
+def _of_all_layers(
+    run: Run, layers: Sequence[int], window: int, axis: x_axis.XAxis, idle: Mapping[int, str], over: str
+) -> None:
+    overview_charts.load(run, layers, idle, over)
+    overview_charts.balance(run, layers, window, axis)
+    _shares(run, layers, window, axis)
+
+
+@st.fragment
+def _shares(run: Run, layers: Sequence[int], window: int, axis: x_axis.XAxis) -> None:
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        layer = _pick_layer(run, layers, window)
+        _replay_button(run, layer)
+    overview_charts.shares(run, layer, axis)
+
+
+def _replay_button(run: Run, layer: int) -> None:
+    if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
+        navigation.go("replay", layer=layer, phase=data.linked_phase(run))
 
 
 class Covered:
@@ -202,13 +225,12 @@ def _rows(run: Run) -> int:
     return sum(layer.get("num_experts") or 0 for layer in layer_keys.routers(run).values())
 
 
-def _controls(run: Run, layers: Sequence[int], one_at_a_time: bool) -> tuple[int, int | None, x_axis.XAxis]:
-    """The window; the one layer that is drawn, None where all are; what the curves run over."""
+def _controls(run: Run) -> tuple[int, x_axis.XAxis]:
+    """The window; what the curves run over."""
     steps = data.steps(run)
     with st.container(horizontal=True, gap="large"):
         window = state.pick_window()
-        axis = x_axis.axis(steps, x_axis.pick(x_axis.offered(steps)))
-        return window, _pick_layer(run, layers, window) if one_at_a_time else None, axis
+        return window, x_axis.axis(steps, x_axis.pick(x_axis.offered(steps)))
 
 
 def _pick_layer(run: Run, layers: Sequence[int], window: int) -> int:

@@ -101,6 +101,14 @@ def _placed(series: Sequence[LoadSeries], axis: XAxis) -> list[LoadSeries]:
     return [replace(one, at_S=axis.at(one.steps_S)) for one in series]
 
 
+def balance(run: Run, layers: Sequence[int], window: int, axis: XAxis) -> None:
+    """How far from balance `layers` are over the steps, a small chart each, and what the bias did about it."""
+    series = [data.load_series(run, layer) for layer in layers]
+    violation(run, series, window, axis)
+    unused(run, series, window, axis)
+    rerouted(run, layers, window, axis)
+
+
 def violation(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) -> None:
     """max_violation over the steps, a small chart a layer."""
     st.caption(

@@ -164,7 +164,7 @@ def test_long_titles_get_their_room(words):
     assert fig.layout.margin.t >= 18 * lines
     # the plot keeps its height, whatever the title
     assert fig.layout.height - fig.layout.margin.t == 300
-    assert fig.layout.paper_bgcolor == "rgba(0,0,0,0)"
+    assert fig.layout.template.layout.paper_bgcolor == "rgba(0,0,0,0)"
 
 
 def test_words():
