@@ -1,108 +1,103 @@
 """A large run opened in the dashboard: seconds of server time for each page, cold and after a change, and memory.
 
-    python benchmarks/analysis_app.py RUN [--pages overview,replay,...]
+    python benchmarks/analysis_app.py RUN [--pages overview,replay,...] [--changes 5]
 
-Each page is drawn in a process of its own, in-process as the server would: first cold, with nothing cached but the
-files' bytes, then with another layer and another step, where the page has those. RUN is one that
-`benchmarks/analysis.py --keep DIR` left; after `routescope analyse RUN` pages take the counts kept with it, before it
-those of all decisions are counted when a page asks for them, and the page says so.
+Each page is opened by a real Chromium on a server of its own, which has drawn the glossary before: what every page
+needs is loaded, of the run nothing is cached but the files' bytes. Then another layer and another step are chosen
+there as a person does, where the page has those. Server time and *cpu* are those of `benchmarks/app_pages.py`. RUN is
+one that `benchmarks/analysis.py --keep DIR` left; after `routescope analyse RUN` pages take the counts kept with it,
+before it those of all decisions are counted when a page asks for them, and the page says so.
 
-Bars: the first page (Overview) within 2 s when cold, a change within 200 ms, resident memory below 700 MB.
+Bars: the first page (Overview) within 2 s when cold, a change within 200 ms (the median of some, each to a layer or
+step that was not drawn before), resident memory below 700 MB.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import psutil
+from playwright.sync_api import Browser, Page
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.dashboard import PATIENCE_MS, Traffic, chromium, cpu_seconds, dashboard, settle
+
 PAGES = "overview,replay,tokens,specialisation,coactivation,settling,placement"
-CHANGES = 5
 MOST_FIRST_S, MOST_CHANGE_S, MOST_MIB = 2.0, 0.2, 700.0
 
 
-def measure(page: str, run: Path) -> dict[str, Any]:
-    """Draw a page, then change its layer and its step some times."""
-    import psutil
-    from streamlit.testing.v1 import AppTest
-    from streamlit.util import calc_hash
-
-    import app.sidebar  # noqa: F401 (with what every page needs: a server has that loaded already)
-
-    test = AppTest.from_file(ROOT / "app" / "main.py", default_timeout=600)
-    test._page_hash = calc_hash(page)
-    test.query_params["run"] = run.name
-    worked = time.process_time()
-    found: dict[str, Any] = {"cold": timed(test.run), "processor": time.process_time() - worked}
-    for name in ("layer", "step"):
-        times = [seconds for place in range(CHANGES) if (seconds := changed(test, name, place)) is not None]
-        found[name] = statistics.median(times) if times else None
-    found["problems"] = [str(problem.value) for problem in test.exception]
-    found["mib"] = psutil.Process().memory_info().rss / (1 << 20)
+def measure(browser: Browser, name: str, run: Path, changes: int) -> dict[str, Any]:
+    """Open a page, then change its layer and its step some times."""
+    with dashboard([run.resolve().parent]) as (url, process):
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(PATIENCE_MS)
+        traffic = Traffic()
+        traffic.watch(page.context.new_cdp_session(page))
+        page.goto(f"{url}/glossary")
+        settle(page)
+        found: dict[str, Any] = {
+            "cold": took(page, traffic, process, lambda: page.goto(f"{url}/{name}?run={run.name}"))
+        }
+        for what, act in (("layer", another_layer), ("step", another_step)):
+            if page.locator(f".st-key-{what}").count():
+                times = [took(page, traffic, process, lambda act=act: act(page)) for _ in range(changes)]
+                found[what] = tuple(statistics.median(one[place] for one in times) for place in (0, 1))
+        found["mib"] = process.memory_info().rss / (1 << 20)
+        page.context.close()
     return found
 
 
-def timed(run: Any) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
+def took(page: Page, traffic: Traffic, process: psutil.Process, act: Any) -> tuple[float, float]:
+    """Seconds of the server, and of its processors, that an act costs."""
+    served, worked = traffic.server_seconds, cpu_seconds(process)
+    act()
+    page.wait_for_timeout(150)  # the server has heard of it
+    settle(page)
+    page.wait_for_timeout(500)
+    settle(page)
+    return traffic.server_seconds - served, cpu_seconds(process) - worked
 
 
-def changed(test: Any, name: str, place: int) -> float | None:
-    """Seconds to draw the page with another value of a widget; None where it has no such widget."""
-    for kind in ("selectbox", "button_group", "slider", "select_slider"):
-        for widget in getattr(test, kind, []):
-            if widget.key != name:
-                continue
-            if kind == "slider":
-                value = widget.min + (place + 1) * widget.step
-            else:
-                value = widget.options[(place + 1) % len(widget.options)]
-                value = int(value) if str(value).isdigit() else value
-            return timed(widget.set_value(value).run)
-    return None
+def another_layer(page: Page) -> None:
+    """The next one of the list."""
+    choice = page.locator(".st-key-layer")
+    shown = choice.locator("input").input_value()
+    choice.locator("input").click()
+    options = page.locator("[role=option]")
+    options.first.wait_for()
+    texts = options.all_inner_texts()
+    options.nth((texts.index(shown) + 1) % len(texts)).click()
+
+
+def another_step(page: Page) -> None:
+    """The one before."""
+    page.locator(".st-key-step input[type=range], .st-key-step [role=slider]").first.press("ArrowLeft")
+
+
+def _seconds(found: tuple[float, float] | None) -> str:
+    return "-" if found is None else f"{found[0]:.2f} s ({found[1]:.2f} cpu)"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--pages", default=PAGES)
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--changes", type=int, default=5)
     given = parser.parse_args()
-    if given.child:
-        print(json.dumps(measure(given.pages, given.run)))
-        return
-    environment = os.environ | {"ROUTESCOPE_DIRS": str(given.run.resolve().parent)}
     first, change, memory = 0.0, 0.0, 0.0
-    for page in given.pages.split(","):
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.analysis_app",
-            str(given.run.resolve()),
-            "--child",
-            "--pages",
-            page,
-        ]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-        found = json.loads(done.stdout.splitlines()[-1])
-        shown = {name: "-" if found[name] is None else f"{1000 * found[name]:.0f} ms" for name in ("layer", "step")}
-        print(
-            f"  {page:16} cold {found['cold']:6.2f} s ({found['processor']:.2f} s of processor)  "
-            f"another layer {shown['layer']:>8}  another step "
-            f"{shown['step']:>8}  {found['mib']:5.0f} MiB  {'; '.join(found['problems'])}",
-            flush=True,
-        )
-        first = found["cold"] if page == "overview" else first
-        change = max(change, *(found[name] or 0.0 for name in ("layer", "step")))
-        memory = max(memory, found["mib"])
+    with chromium() as browser:
+        for name in given.pages.split(","):
+            found = measure(browser, name, given.run, given.changes)
+            said = "  ".join(f"{what} {_seconds(found.get(what)):20}" for what in ("cold", "layer", "step"))
+            print(f"  {name:16} {said} {found['mib']:5.0f} MiB", flush=True)
+            first = found["cold"][0] if name == "overview" else first
+            change = max(change, *(found[what][0] for what in ("layer", "step") if what in found), 0.0)
+            memory = max(memory, found["mib"])
     for text, value, bar in (
         ("first page, cold, in seconds", first, MOST_FIRST_S),
         ("slowest change in seconds", change, MOST_CHANGE_S),
@@ -112,5 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

@@ -26,75 +26,28 @@ Bars: 2 s and 5 MB a page; 1 s for the runs page after the first time; memory fl
 from __future__ import annotations
 
 import argparse
-import base64
 import json
-import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
+from playwright.sync_api import Browser
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
-from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from app.navigation import VIEWS
+from benchmarks.dashboard import PATIENCE_MS, Traffic, chromium, cpu_seconds, dashboard, settle
 
 SAMPLES = Path(__file__).resolve().parents[1] / "sample_runs"
-PATIENCE_MS = 120_000
 BARS = {"seconds": 2.0, "megabytes": 5.0, "many_seconds": 1.0, "growth": 1.05}
-
-
-@dataclass
-class Traffic:
-    """What one browser window was sent: script runs as (start, end) in seconds, and bytes by kind."""
-
-    runs: list[tuple[float, float]] = field(default_factory=list)
-    bytes: dict[str, int] = field(default_factory=lambda: {"frames": 0, "http": 0, "static": 0})
-    _started: float | None = None
-    _urls: dict[str, str] = field(default_factory=dict)
-
-    def watch(self, devtools: CDPSession) -> None:
-        """Listen to a page; call before it is opened."""
-        devtools.on("Network.webSocketFrameReceived", self._frame)
-        devtools.on("Network.requestWillBeSent", lambda e: self._urls.update({e["requestId"]: e["request"]["url"]}))
-        devtools.on("Network.loadingFinished", self._loaded)
-        devtools.send("Network.enable")
-
-    @property
-    def server_seconds(self) -> float:
-        """Time that the server spent in runs of the script."""
-        return sum(end - start for start, end in self.runs)
-
-    @property
-    def megabytes(self) -> float:
-        """What this page itself was sent, Streamlit's static files not counted."""
-        return (self.bytes["frames"] + self.bytes["http"]) / 1e6
-
-    def _frame(self, event: dict[str, Any]) -> None:
-        data = base64.b64decode(event["response"]["payloadData"])
-        self.bytes["frames"] += len(data)
-        message = ForwardMsg.FromString(data)
-        kind = message.WhichOneof("type")
-        if kind == "new_session":
-            self._started = event["timestamp"]
-        elif kind == "script_finished" and self._started is not None:
-            self.runs.append((self._started, event["timestamp"]))
-            self._started = None
-
-    def _loaded(self, event: dict[str, Any]) -> None:
-        static = "/static/" in self._urls.get(event["requestId"], "")
-        self.bytes["static" if static else "http"] += int(event["encodedDataLength"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,44 +59,6 @@ class Opened:
     megabytes: float
     static_megabytes: float
     runs: int
-
-
-@contextmanager
-def dashboard(folders: list[Path]) -> Iterator[tuple[str, psutil.Process]]:
-    """A running server on these folders: its address, and its process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "recorder.cli", "app", *map(str, folders), "--port", str(port)]
-    environment = {**os.environ, "STREAMLIT_SERVER_HEADLESS": "true"}
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/_stcore/health", timeout=2).close()
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        yield url, psutil.Process(server.pid)
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
-
-
-def settle(page: Page) -> None:
-    """Wait until the page is drawn and nothing runs any more."""
-    page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
-    page.locator("[data-testid=stAppViewContainer] h1").first.wait_for()
-    page.wait_for_function("() => !document.querySelector('[data-testid=stSkeleton], [data-stale=true]')")
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    """Processor time of a process and those it started."""
-    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
 
 
 def open_page(browser: Browser, url: str, process: psutil.Process) -> Opened:
@@ -282,20 +197,14 @@ def main() -> None:
         parser.error(f"no page {', '.join(unknown)}; there are {', '.join(names)}")
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        parser.error("no Chromium found: install the package chromium")
     found: dict[str, Any] = {}
-    with sync_playwright() as playwright:
-        flags = ["--disable-gpu", "--no-sandbox"] if os.geteuid() == 0 else ["--disable-gpu"]
-        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+    with chromium() as browser:
         if wanted:
             found["pages"] = pages(browser, wanted, options.run, options.repeats)
         if options.many:
             found["many"] = many_runs(browser, options.many, options.repeats)
         if options.replay_minutes:
             found["replay"] = replay(browser, options.run, options.replay_minutes)
-        browser.close()
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 
