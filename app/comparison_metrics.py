@@ -12,7 +12,7 @@ import streamlit as st
 
 from app import data, layer_keys
 from app.comparison import WINDOW, Compared, Window
-from app.comparison_noise import as_good
+from app.comparison_noise import margin, pseudo_values
 from app.comparison_settings import settings
 from app.layer_stats import LayerStats
 from app.words import listed
@@ -162,17 +162,29 @@ def _measure(path: Place, fingerprint: int, steps: tuple[int, ...] | None, _run:
     return Measured(ce_loss=mean_loss(_run, steps), layers=found)
 
 
-def by_stretch(one: Compared, metric: Metric, layer: int, window: Window) -> list[float] | None:
-    """A metric in each stretch of the window, (B,); None where one of them has no value or the window is too short."""
-    if metric.of is None:
-        values = _losses(one.run, window.stretches)
-    elif layer in one.layers:
-        stats = data.layer_stats(one.run, layer)
-        values = [metric.of(stats, rows) for rows in (np.isin(stats.steps_S, steps) for steps in window.stretches)]
-    else:
+def noise(metric: Metric, first: tuple[Compared, int], second: tuple[Compared, int], window: Window) -> float:
+    """Up to where a difference of two runs in a metric over the window is noise of the steps, each run with its layer.
+
+    Half the 95% interval of the difference, from what each stretch of the window adds to it. NaN where a run has no
+    value or the window is too short.
+    """
+    parts = [_by_stretch(one, metric, layer, window) for one, layer in (first, second)]
+    return float("nan") if parts[0] is None or parts[1] is None else margin(parts[1] - parts[0])
+
+
+def _by_stretch(one: Compared, metric: Metric, layer: int, window: Window) -> np.ndarray | None:
+    """What each stretch adds to a metric, (B,); None where there is no value."""
+    stretches = window.stretches
+    if not stretches or (metric.of is not None and layer not in one.layers):
         return None
+    sets = [window.steps, *(tuple(step for step in window.steps if step not in some) for some in stretches)]
+    if metric.of is None:
+        values = _losses(one.run, sets)
+    else:
+        stats = data.layer_stats(one.run, layer)
+        values = [metric.of(stats, np.isin(stats.steps_S, steps)) for steps in sets]
     known = [number for number in values if number is not None]
-    return known if known and len(known) == len(values) else None
+    return pseudo_values(known[0], known[1:]) if len(known) == len(sets) else None
 
 
 def _values(stats: LayerStats, steps: tuple[int, ...] | None) -> dict[str, float | None]:
@@ -232,9 +244,8 @@ def best_runs(
 ) -> list[str] | None:
     """The labels of the best run and of those as good as it within noise; None where that is not defined.
 
-    Noise is judged by the stretches of the window: another run is as good where the 95% interval of its distance from
-    the best one, by the distance in each stretch, holds zero. Where the window is too short for that, only equal
-    values are said to be equal, and nothing else.
+    Another run is as good where its distance from the best one is within `noise`. Where the window is too short for
+    that, only equal values are said to be equal, and nothing else.
     """
     values = [one.value(metric, layer) for one in found]
     known = [number for number in values if number is not None]
@@ -243,15 +254,12 @@ def best_runs(
     if len(set(known)) == 1:
         return [one.label for one in runs]
     best = known.index(min(known) if metric.better == "lower" else max(known))
-    stretches = [by_stretch(one, metric, layer, window) for one in runs]
-    reference = stretches[best]
-    if reference is None:
-        return None
     winners = []
-    for number, (one, other) in enumerate(zip(runs, stretches, strict=True)):
-        if other is None:
+    for number, one in enumerate(runs):
+        most = 0.0 if number == best else noise(metric, (runs[best], layer), (one, layer), window)
+        if np.isnan(most):
             return None
-        if number == best or as_good(reference, other, str(metric.better)):
+        if abs(known[number] - known[best]) <= most:
             winners.append(one.label)
     return winners
 

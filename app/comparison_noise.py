@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 # Two-sided 95% points of Student's t for 1, 2, 3, ... degrees of freedom; beyond the last, that of the normal.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -27,21 +28,25 @@ def t_95(freedom: float) -> float:
     return _T[-1] if not tabled else _NORMAL if freedom > 120 else _T_MORE[max(tabled)]
 
 
-def margin(differences_B: Sequence[float]) -> float:
+def pseudo_values(whole: float, without_B: Sequence[float]) -> NDArray[np.float64]:
+    """What each stretch of a window adds to a number taken over all of it, (B,): B * whole - (B - 1) * without it.
+
+    Of a mean over stretches of one length these are the means of the stretches. Of a number that is no mean, such as
+    the max_violation of summed loads, they are on the scale of the number itself, which the numbers of single stretches
+    are not.
+
+    Source: the jackknife with blocks, Tukey 1958 and Künsch 1989.
+    """
+    without = np.asarray(without_B, dtype=np.float64)
+    return without.size * whole - (without.size - 1) * without
+
+
+def margin(differences_B: ArrayLike) -> float:
     """Half the width of the 95% interval of the mean of these differences; NaN for fewer than two of them."""
     values_B = np.asarray(differences_B, dtype=np.float64)
     if values_B.size < 2:
         return math.nan
     return float(t_95(values_B.size - 1) * values_B.std(ddof=1) / math.sqrt(values_B.size))
-
-
-def as_good(best_B: Sequence[float], other_B: Sequence[float], better: str) -> bool:
-    """Whether `other` is as good as `best` within noise, by their values in the same stretches.
-
-    better  "lower" or "higher"
-    """
-    behind_B = (np.asarray(other_B) - np.asarray(best_B)) * (1 if better == "lower" else -1)
-    return bool(behind_B.mean() <= margin(behind_B.tolist()))
 
 
 def group_as_good(best: Sequence[float], other: Sequence[float], better: str) -> bool | None:

@@ -13,11 +13,11 @@ from app.comparison_metrics import (
     OF_LAYERS,
     Measured,
     better_words,
-    by_stretch,
     no_better,
+    noise,
     not_comparable,
 )
-from app.comparison_noise import group_as_good, margin
+from app.comparison_noise import group_as_good
 
 NOT_TOLD_APART = "not told apart"
 
@@ -35,10 +35,9 @@ def table(runs: Sequence[Compared], found: Sequence[Measured], layer: int, windo
         line |= {_column(one.label): number for one, number in zip(runs, values, strict=True)}
         if two:
             comparable = None not in values and not_comparable(metric, runs, layer, window) is None
-            first, second = (by_stretch(one, metric, layer, window) for one in runs)
             line["difference"] = values[1] - values[0] if comparable else None
-            noise = margin(np.subtract(second, first).tolist()) if comparable and first and second else np.nan
-            line["noise up to"] = None if np.isnan(noise) else noise
+            most = noise(metric, (runs[0], layer), (runs[1], layer), window) if comparable else np.nan
+            line["noise up to"] = None if np.isnan(most) else most
         line["better"] = better_words(metric, runs, found, layer, window)
         line["what it is"] = metric.meaning
         lines.append(line)

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from app.comparison import Compared, Window
-from app.comparison_metrics import METRICS, Measured, best_runs, by_stretch
-from app.comparison_noise import margin
+from app.comparison_metrics import METRICS, Measured, best_runs, noise
 from app.words import count, listed, value
 
 _PHRASES = {
@@ -58,12 +57,8 @@ def answer(runs: Sequence[Compared], found: Sequence[Measured], window: Window) 
 def _tie(key: str, runs: Sequence[Compared], ends: Sequence[tuple[int, Mapping[str, Any]]], window: Window) -> str:
     """ ": no more than noise" where the two ends, each (place of a run, its worst layer), are not told apart."""
     (one, its), (other, others) = ends
-    first = by_stretch(runs[one], _BY_KEY[key], its["key"], window)
-    second = by_stretch(runs[other], _BY_KEY[key], others["key"], window)
-    if first is None or second is None:
-        return ""
-    differences_B = np.subtract(second, first)
-    return ": no more than noise" if abs(differences_B.mean()) <= margin(differences_B.tolist()) else ""
+    most = noise(_BY_KEY[key], (runs[one], its["key"]), (runs[other], others["key"]), window)
+    return ": no more than noise" if abs(others[key] - its[key]) <= most else ""
 
 
 def _worst(found: Measured, key: str, *, per_expert: bool = False) -> Any:

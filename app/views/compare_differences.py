@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import streamlit as st
 
 from app import charts, comparison_curves, comparison_metrics, state
 from app.comparison import WINDOW, Compared, Window, layer_label
 from app.comparison_curves import Values
 from app.comparison_metrics import METRICS, Measured, Metric
-from app.comparison_noise import margin
 from app.figures.curves import metric_curves
 from app.figures.inputs import ReferenceLine
 from app.text import plain
@@ -124,8 +122,7 @@ def _said(
         its = found[one.label].value(metric, layer)
         if its is None or reference is None:
             continue
-        first, second = (comparison_metrics.by_stretch(run, metric, layer, window) for run in (baseline, one))
-        noise = margin(np.subtract(second, first).tolist()) if first and second else np.nan
+        noise = comparison_metrics.noise(metric, (baseline, layer), (one, layer), window)
         tie = ", no more than noise" if abs(its - reference) <= noise else ""
         parts.append((its - reference, f"{signed(its - reference)} ({one.label}{tie})"))
     parts.sort()

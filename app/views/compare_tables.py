@@ -24,10 +24,10 @@ def metrics(compared: Sequence[Compared], found: Sequence[Measured], layer: int,
         anchor=False,
         help="Better is marked only where the runs can be compared: at steps they share; the loss where text and "
         "tokens and active parameters are the same; balance where experts and top-k are the same. Router entropy and "
-        f"aux loss have no better side. How noise is judged: the window is cut into {STRETCHES} stretches and the runs "
-        "are compared in each; where the 95% interval of the mean distance (Student's t) holds zero, the runs are "
-        "equal within noise. That is the noise of the steps; one run of each says nothing on how much another seed "
-        "would change: for that, group several seeds below.",
+        f"aux loss have no better side. How noise is judged: the window is cut into {STRETCHES} stretches, and the "
+        "difference is taken without each of them in turn (a jackknife); where the 95% interval of the difference "
+        "(Student's t) holds zero, the runs are equal within noise. That is the noise of the steps; one run of each "
+        "says nothing on how much another seed would change: for that, group several seeds below.",
     )
     st.caption(
         f"Over {window.words}. Aux losses are computed from load and mean_prob for every run, whether it was trained "

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from app.comparison import Window, window_of
-from app.comparison_noise import as_good, group_as_good, margin, t_95
+from app.comparison_noise import group_as_good, margin, pseudo_values, t_95
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,19 @@ def test_margin_by_hand() -> None:
     assert np.isnan(margin([1.0]))
 
 
-def test_a_steady_distance_counts_and_a_wavering_one_does_not() -> None:
-    steady = [1.01, 1.02, 1.01, 1.02, 1.01]
-    assert not as_good([1.0] * 5, steady, "lower")
-    assert as_good([1.0] * 5, steady, "higher"), "more is better here"
-    assert as_good([1.0] * 5, [1.4, 0.7, 1.3, 0.8, 1.2], "lower")
-    assert as_good([1.0] * 5, [1.0] * 5, "lower")
+def test_of_a_mean_the_pseudo_values_are_the_stretches() -> None:
+    stretches = [1.4, 0.7, 1.3, 0.8, 1.2]
+    without = [np.mean(stretches[:place] + stretches[place + 1 :]) for place in range(5)]
+    np.testing.assert_allclose(pseudo_values(float(np.mean(stretches)), without), stretches)
+
+
+def test_of_what_is_no_mean_they_are_on_its_scale() -> None:
+    # the most of summed loads over their mean, minus 1: 10 in turn to each of five experts is balanced in the sum
+    loads = 10 * np.eye(5)
+    without = [float((left := np.delete(loads, place, 0).sum(axis=0)).max() / left.mean() - 1) for place in range(5)]
+    np.testing.assert_allclose(without, 0.25)
+    np.testing.assert_allclose(pseudo_values(0.0, without), -1.0)  # single stretches read 4
+    assert margin(pseudo_values(0.0, without)) == pytest.approx(0.0)
 
 
 def test_groups_are_told_apart_by_their_spread_and_not_where_one_is_alone() -> None:
