@@ -13,7 +13,7 @@ _MODEL = ("name", "d_model", "vocab_size")
 _RESULTS = ("parameters_total", "parameters_active")  # they follow from the settings
 _OF_LAYERS = ("num_experts", "top_k", "num_shared_experts", "latent_size", "score_function", "balancer")
 _ALWAYS = ("balancer", "num_experts", "seed")  # named first; worth grouping by even where all runs agree in them
-NOT_SAID = "not recorded"
+NOT_SAID, _NONE = "not recorded", "none"
 
 
 def settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,11 +42,14 @@ def settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Compared]) -> dict[str, list[Any]]:
-    """The settings in which these runs differ, those asked for most first, each with every run's value or None."""
+    """The settings in which these runs differ, those asked for most first, each with every run's value or NOT_SAID.
+
+    A run that lacks a setting does not differ for that from one that has it at none.
+    """
     each = [settings(one.run.manifest) for one in runs]
     names = dict.fromkeys([*_ALWAYS, *(name for one in each for name in one)])
-    by_name = {name: [one.get(name) for one in each] for name in names}
-    return {name: values for name, values in by_name.items() if len(set(map(_text, values))) > 1}
+    by_name = {name: [one.get(name, NOT_SAID) for one in each] for name in names}
+    return {name: values for name, values in by_name.items() if _differ(set(map(_text, values)))}
 
 
 def table(runs: Sequence[Compared]) -> pd.DataFrame:
@@ -84,8 +87,8 @@ def group_fields(runs: Sequence[Compared]) -> list[str]:
     each = [settings(one.run.manifest) for one in runs]
     fields = []
     for name in dict.fromkeys([*_ALWAYS, *(name for one in each for name in one)]):
-        values = {_text(one.get(name)) for one in each}
-        tells_some_apart = 1 < len(values) < len(runs)
+        values = {_text(one.get(name, NOT_SAID)) for one in each}
+        tells_some_apart = _differ(values) and len(values) < len(runs)
         if is_setting(name) and (tells_some_apart or (name in _ALWAYS and len(values - {NOT_SAID}) == 1)):
             fields.append(name)
     return fields
@@ -96,9 +99,10 @@ def groups(runs: Sequence[Compared], field: str) -> dict[str, list[Compared]]:
     members: dict[str, list[Compared]] = {}
     order: dict[str, Any] = {}
     for one in runs:
-        item = settings(one.run.manifest).get(field)
+        item = settings(one.run.manifest).get(field, NOT_SAID)
         members.setdefault(_text(item), []).append(one)
-        order.setdefault(_text(item), (isinstance(item, str), item is None, 0 if item is None else item))
+        is_word, is_number = isinstance(item, str) and item != NOT_SAID, isinstance(item, int | float)
+        order.setdefault(_text(item), (is_word, not is_number, item if is_word or is_number else 0))
     return {name: members[name] for name in sorted(members, key=order.__getitem__)}
 
 
@@ -114,7 +118,11 @@ def _plain(item: Any) -> Any:
     return ", ".join(map(str, item)) if isinstance(item, list) else str(item)
 
 
+def _differ(texts: set[str]) -> bool:
+    return len(texts) > 1 and texts != {NOT_SAID, _NONE}
+
+
 def _text(item: Any) -> str:
     if item is None or item == "":
-        return NOT_SAID if item is None else "none"
+        return _NONE
     return value(item, 6) if isinstance(item, int | float) and not isinstance(item, bool) else str(item)

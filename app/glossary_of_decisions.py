@@ -50,8 +50,9 @@ ENTRIES = (
     Entry(
         key="probe",
         name="Probe",
-        meaning="One fixed batch that is never trained on, run in eval mode every so many steps. Saturation and "
-        "churn are measured on it, since they need the same tokens each time.",
+        meaning="One fixed batch that is never trained on, run in eval mode every so many steps; in toy runs after the "
+        "step's update, so that the probe of step 0 sees a model that has learned once. Saturation and churn are "
+        "measured on it, since they need the same tokens each time.",
         also=("probe_every", "probes"),
         see=("saturation", "churn"),
     ),

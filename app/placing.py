@@ -81,20 +81,20 @@ def headline(one: Placed, ranks: int, spares: int) -> str:
     spare = f"and {count(spares, 'spare replica')} " if spares else ""
     return (
         f"On {ranks} ranks the slowest works {value(before)} times a perfect split in layer {one.series.label}; "
-        f"with a plan {spare}{value(after)} times"
+        f"there with a plan {spare}{value(after)} times"
     )
 
 
-def worst_words(placed: Sequence[Placed], chosen: Placed) -> str:
-    """The layer whose contiguous placement waits longest, beside the chosen one; "" where there is nothing to say."""
+def worst_words(placed: Sequence[Placed]) -> str:
+    """Which layer waits longest contiguous, and which by the plan; "" for one layer."""
     known = [one for one in placed if np.isfinite(one.cost(CONTIGUOUS))]
     if len(placed) < 2 or not known:
         return ""
-    worst = max(known, key=lambda one: one.cost(CONTIGUOUS))
-    if worst is chosen:
-        return f"The slowest of {len(placed)} layers is this one."
-    before, after = value(worst.cost(CONTIGUOUS)), value(worst.cost(PLANNED))
-    return f"The slowest of {len(placed)} layers is layer {worst.series.label}: {before} times, {after} with a plan."
+    before, after = (max(known, key=lambda one: one.cost(name)) for name in (CONTIGUOUS, PLANNED))
+    return (
+        f"Slowest of {len(placed)} layers: layer {before.series.label} with {value(before.cost(CONTIGUOUS))} times "
+        f"contiguous, layer {after.series.label} with {value(after.cost(PLANNED))} times by the plan."
+    )
 
 
 def costs_table(placed: Sequence[Placed]) -> pd.DataFrame:

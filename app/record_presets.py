@@ -36,8 +36,8 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "collapse": Preset(
         title="Collapse: no balancer",
-        expect="Top-1 of 16 experts and nothing that keeps the load even. Expect a collapse within 20 steps: 2 experts "
-        "take 95% of the last layer.",
+        expect="Top-1 of 16 experts and nothing that keeps the load even. Expect a collapse within 20 steps: 2 or 3 "
+        "experts take 95% of the last layer.",
     ),
     "aux": Preset(
         title="Aux loss",

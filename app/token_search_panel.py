@@ -106,11 +106,16 @@ def _answer(run: Run, found: Search, name: str, layer: int, steps: list[int]) ->
     if not known:
         return f"{name}: layer {label} decided nothing on it in the steps searched"
     (first, first_share), (last, last_share) = (_top(found, layer, step) or (-1, 0.0) for step in (known[0], known[-1]))
-    now = f"{_expert(last)} for {percent(last_share)} at step {known[-1]:,}"
-    if len(known) == 1 or first == last:
-        since = "" if len(known) == 1 else f", as at step {known[0]:,} ({percent(first_share)})"
-        return f"{name} goes to {now} in layer {label}{since}"
-    return f"{name} goes to {now} in layer {label}; at step {known[0]:,} it went to {_expert(first)}"
+    occurrences = sum(found.counts[known[-1], layer].values())
+    now = f"{_expert(last)} for {percent(last_share)} of {count(occurrences, 'occurrence')} at step {known[-1]:,}"
+    said = f"{name} goes to {now} in layer {label}"
+    if len(known) == 1:
+        return said
+    if first != last:
+        return f"{said}; at step {known[0]:,} it went to {_expert(first)}"
+    elsewhere = sum((_top(found, layer, step) or (-1, 0.0))[0] != last for step in known)
+    but = f", but not at {elsewhere} of the {len(known)} steps" if elsewhere else ""
+    return f"{said}, as at step {known[0]:,} ({percent(first_share)}){but}"
 
 
 def _expert(expert: int) -> str:
@@ -139,7 +144,10 @@ def _layers(run: Run, found: Search, steps: list[int], name: str) -> None:
         note="Colour: share of the expert that takes most. Number: that expert." if len(steps) <= 32 else None,
         numbered=True,
     )
-    st.caption("Dark rows: the layer has settled on one expert for it. Click a cell to look at that layer and step.")
+    strong = "Pale" if charts.theme() == "dark" else "Dark"
+    st.caption(
+        f"{strong} rows: the layer has settled on one expert for it. Click a cell to look at that layer and step."
+    )
     points = charts.show(
         figure,
         key="token_layers",

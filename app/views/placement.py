@@ -78,7 +78,7 @@ def _head(run: Run, one: Placed, placed: list[Placed], ranks: int, spares: int) 
     )
     before, after = (value(placing.balancedness(placed, name)) for name in (CONTIGUOUS, PLANNED))
     said = [
-        placing.worst_words(placed, one),
+        placing.worst_words(placed),
         "Balancedness (mean / max of the rank loads, mean over layers and steps) is "
         f"{before} contiguous, {after} planned.",
         f"The plan is made for the loads of the last {one.window} recorded {step_word(data.main_phase(run))}s summed, "
@@ -144,7 +144,10 @@ def _who_holds_what(run: Run, one: Placed, placed: list[Placed]) -> None:
     st.subheader(f"Who holds what in layer {one.series.label}", anchor=False)
     copied = np.flatnonzero(one.by_name[PLANNED].replicas > 1).tolist()
     named = f"Experts with copies: {', '.join(map(str, copied))}." if copied else "No expert has a copy."
-    st.caption(f"{named} Copies of one expert share its load evenly, and never a rank while that can be avoided.")
+    st.caption(
+        f"{named} Copies of one expert share its load evenly, and never a rank while that can be avoided. Loads here "
+        "are those of the window summed; single steps are less even, so that the mean of their slowest ranks is higher."
+    )
     charts.table(placing.slots_table(one), key="placement_slots")
     st.subheader("Every MoE layer", anchor=False)
     charts.table(placing.costs_table(placed), key="placement_layers")

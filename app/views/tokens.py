@@ -92,7 +92,7 @@ def render() -> None:
     total_E = (trained if trained.steps_S.size else stats).load_SE.sum(axis=0)
     places = token_routes.colour_owners(np.asarray(total_E))
     expert = _pick_expert(legend, places, share_E)
-    _text(routes, scope, places, expert, label, step, wanted)
+    _text(routes, scope, places, expert, label, step, wanted, num_experts)
     if st.button("Replay this step", key="replay_step", icon=":material/play_circle:"):
         navigation.go("replay", layer=layer, step=step, phase=phase)
     if wanted:
@@ -316,6 +316,7 @@ def _text(
     layer: layer_keys.Label,
     step: int,
     wanted: str,
+    num_experts: int,
 ) -> None:
     rows = routes.rows
     shown, each = token_routes.shorten(rows, scope.shown, MAX_TEXT_TOKENS)
@@ -336,6 +337,11 @@ def _text(
     among = len(np.unique(rows.sequence_T[scope.index_T]))
     look = "one colour that fills a kind of text" if routes.has_text else "one colour that takes most of the tokens"
     notes = [f"Look for {look}. Point at a token for its place, experts and weights."]
+    if expert is None and num_experts > len(places):
+        notes.append(
+            f"A colour have the {len(places)} experts that training used most in this layer; the others' tokens are "
+            "plain, with their number."
+        )
     if shown.kept_TK is not None and not shown.kept_TK.all():
         notes.append("A number struck out: that expert was full and did not compute the token.")
     if len(scope.shown) < among:

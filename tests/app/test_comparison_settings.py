@@ -74,5 +74,7 @@ def test_numbers_are_grouped_in_their_order_and_a_field_that_tells_all_apart_is_
         for text in ("b", "", "a")
     ]  # type: ignore[arg-type]
     assert list(cs.groups([*words, *runs[:1]], "recipe")) == ["not recorded", "none", "a", "b"]
+    assert "recipe" not in cs.differing([words[1], runs[0]]), "to lack a setting is not to differ from none"
+    assert cs.differing([words[0], runs[0]])["recipe"] == ["b", "not recorded"]
     assert cs.group_fields(runs[:3]) == []
     assert cs.group_fields([runs[1], runs[3]]) == ["num_experts"], "all in one group, for their mean and spread"

@@ -119,7 +119,8 @@ def test_the_page_shows_it_and_frames_it_in_the_text(
     last = rows[(rows["layer"] == 1) & (rows["step"] == 59)]["experts"].map(lambda ids: int(ids[0]))
     top, number = sorted(Counter(last).items(), key=lambda item: (-item[1], item[0]))[0]
     heading = next(element.value for element in test.subheader if "goes to" in element.value)
-    assert f"goes to expert {top} for {100 * number / len(last):.0f}% at step 59 in layer 1" in heading
+    share = f"{100 * number / len(last):.0f}% of {len(last)} occurrences at step 59 in layer 1"
+    assert f"goes to expert {top} for {share}" in heading
     assert any("Searched: 4 recorded steps of phase probe" in element.value for element in test.caption)
     specs = {chart.proto.id.rpartition("-")[2]: json.loads(chart.proto.spec) for chart in test.get("plotly_chart")}
     points = next(trace for trace in specs["token_layers"]["data"] if trace.get("name") == "cells")

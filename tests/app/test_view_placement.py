@@ -48,7 +48,7 @@ def test_contiguous_loads_and_costs_are_those_of_the_files(run, open_page):
     assert len(numbers)
     assert f"{cost_S[-10:].mean():.3g} times a perfect split in layer 3" in test.title[0].value
     captions = "\n".join(element.value for element in test.caption)
-    assert "The slowest of 2 layers is this one" in captions
+    assert f"Slowest of 2 layers: layer 3 with {cost_S[-10:].mean():.3g} times contiguous" in captions
     assert "Spare replicas come in steps of 4" in captions
 
 
@@ -62,7 +62,21 @@ def test_the_title_is_of_the_chosen_layer_and_the_caption_of_the_slowest(run, op
     assert cost[3] > 2 > cost[1]
     assert f"works {cost[1]:.3g} times a perfect split in layer 1" in test.title[0].value
     captions = "\n".join(element.value for element in test.caption)
-    assert f"The slowest of 2 layers is layer 3: {cost[3]:.3g} times" in captions
+    assert f"Slowest of 2 layers: layer 3 with {cost[3]:.3g} times contiguous" in captions
+
+
+def test_the_layer_that_stays_slow_with_the_plan_is_named(samples, open_page):
+    """Of this run layer 1 waits longest contiguous, but a plan helps it much and layer 3 little."""
+    test = open_page("placement", run="none", layer=1, ranks=4, spares=0)
+    assert not test.exception, test.exception
+    layers = next(e.value for e in test.dataframe if "layer" in e.value and "slowest rank, planned" in e.value)
+    by_layer = layers.set_index("layer")
+    before, after = by_layer["slowest rank, contiguous"], by_layer["slowest rank, planned"]
+    assert (before.idxmax(), after.idxmax()) == (1, 3)
+    captions = "\n".join(element.value for element in test.caption)
+    said = f"layer 1 with {before[1]:.3g} times contiguous, layer 3 with {after[3]:.3g} times by the plan"
+    assert said in captions
+    assert after[3] > 2
 
 
 def test_the_plan_parts_the_two_hot_experts_and_no_plan_without_copies_is_better(run, open_page):
