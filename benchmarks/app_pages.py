@@ -138,6 +138,7 @@ def replay(browser: Browser, run: str, minutes: float) -> dict[str, Any]:
     """Memory over so many minutes of replay."""
     print(f"{'minute':>7}{'server MB':>11}{'heap MB':>9}{'step':>7}")
     rows: list[tuple[float, float, float]] = []
+    seen: set[str] = set()
     with tempfile.TemporaryDirectory() as home, dashboard([Path(home), SAMPLES]) as (url, process):
         context = browser.new_context(viewport={"width": 1280, "height": 900})
         page = context.new_page()
@@ -145,7 +146,7 @@ def replay(browser: Browser, run: str, minutes: float) -> dict[str, Any]:
         page.goto(f"{url}/replay?run={run}&step=0")
         settle(page)
         devtools = context.new_cdp_session(page)
-        play = page.get_by_role("button", name="Play", exact=True)
+        play = page.locator(".st-key-play button").filter(has_text="Play").first
         start, next_sample = time.monotonic(), 0.0
         while (elapsed := time.monotonic() - start) < 60 * minutes:
             if play.count():
@@ -157,9 +158,12 @@ def replay(browser: Browser, run: str, minutes: float) -> dict[str, Any]:
                 heap = devtools.send("Runtime.getHeapUsage")["usedSize"] / 1e6
                 rows.append((elapsed / 60, process.memory_info().rss / 1e6, heap))
                 step = page.locator(".st-key-step input[type=range]").input_value()
+                seen.add(step)
                 print(f"{rows[-1][0]:7.1f}{rows[-1][1]:11.1f}{heap:9.1f}{step:>7}", flush=True)
             page.wait_for_timeout(1000)
         context.close()
+    if minutes > 1 and len(seen) < 2:
+        sys.exit(f"the replay never left step {seen.pop()}: nothing was measured")
     third = len(rows) // 3
     growth = {
         name: statistics.median(row[place] for row in rows[-third:])
