@@ -8,7 +8,7 @@ import streamlit as st
 
 from app import data, state
 from app.comparison_settings import settings
-from app.figures.theme import OKABE_ITO
+from app.figures.theme import ALIKE, OKABE_ITO
 
 COLOURS = 4 * len(OKABE_ITO)  # every hue solid, then dashed in three ways: see `app.figures.theme.line_dash`
 _HELD = "_run_colours"
@@ -59,8 +59,8 @@ def colours(chosen: Sequence[str], known: Iterable[str]) -> dict[str, int]:
 def assign(chosen: Sequence[str], held: Mapping[str, int], places: Mapping[str, int]) -> dict[str, int]:
     """A colour for each chosen run, no two alike (of at most COLOURS): its own where it holds one.
 
-    A run that holds none takes the hue of its place among all runs where that is free, else the next free hue; dashed
-    ones only when every hue is taken.
+    A run that holds none takes the hue of its place among all runs where that is free, else the next free hue, those
+    that are much like one taken last; dashed ones only when every hue is taken.
     """
     taken: dict[str, int] = {}
     for reference in chosen:
@@ -70,6 +70,9 @@ def assign(chosen: Sequence[str], held: Mapping[str, int], places: Mapping[str, 
     for reference in chosen:
         own = places.get(reference, 0) % hues
         order = [dash + (own + more) % hues for dash in range(0, COLOURS, hues) for more in range(hues)]
+        order.sort(
+            key=lambda colour: (colour // hues, any({colour % hues, one % hues} in ALIKE for one in taken.values()))
+        )
         if reference not in taken:
             taken[reference] = next((colour for colour in order if colour not in taken.values()), own)
     return taken

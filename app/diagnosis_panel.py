@@ -43,11 +43,19 @@ def rule_of(finding: Finding) -> str:
     rule = RULES[finding.rule]
     said = f"Rule `{finding.rule}`: {rule.when}."
     if finding.value is not None and rule.threshold is not None:
-        said += f" Measured: {value(finding.value)}, threshold {value(rule.threshold)}."
+        said += f" Measured{_when(finding)}: {value(finding.value)}, threshold {value(rule.threshold)}."
     if finding.within and finding.step is not None:
         within = "1 recorded step" if finding.within == 1 else f"{finding.within:,} recorded steps"
         said += f" Most likely it was step {finding.step:,}, which is right to within {within}."
     return said
+
+
+def _when(finding: Finding) -> str:
+    """Of which steps the measured number is, where the evidence tells."""
+    first, last = (finding.evidence.get(name) for name in ("first_step", "last_step"))
+    if first is None or last is None:
+        return ""
+    return f" at step {last:,}" if first == last else f" over steps {first:,} to {last:,}"
 
 
 def place_of(run: Run, finding: Finding) -> str | None:

@@ -83,7 +83,8 @@ def last_movers(
 ) -> pd.DataFrame:
     """The tokens whose first choice became final last, latest first; at most `most`.
 
-    Columns: last other choice at (step), token, text, sequence, position (where recorded), expert there, final expert.
+    Columns: last other choice at (step), token, expert there, final expert; text, domain, sequence, position where
+    recorded.
 
     before  decisions by probe step; final: those of the last probe
     """
@@ -100,7 +101,7 @@ def last_movers(
     frame["final expert"] = [final_first.get(place) for place in places]
     frame[["expert there", "final expert"]] = frame[["expert there", "final expert"]].astype("Int64")
     if len(tokens):
-        about = tokens[["rank", "token", "text", "sequence", "position"]].copy()
+        about = tokens[["rank", "token", "text", "domain", "sequence", "position"]].copy()
         frame = frame.astype({"rank": "int64", "token": "int64"}).merge(
             about.astype({"rank": "int64", "token": "int64"}), on=["rank", "token"], how="left"
         )

@@ -18,13 +18,18 @@ def value(number: float | int | None, digits: int = 3) -> str:
 
 
 def percent(share: float | None, decimals: int = 0) -> str:
-    """A share of 1 in per cent: "51%", "0.4%" (a decimal more below 1%), "<0.1%"; "-" for None and NaN."""
+    """A share of 1 in per cent: "51%", "0.4%", "99.7%" (a decimal more near 0 and 1), "<0.1%"; "-" for None and NaN.
+
+    "0%" is none and "100%" is all.
+    """
     if share is None or math.isnan(share):
         return NONE
-    decimals = max(decimals, 1 if 0 < share < 0.01 else 0)
+    decimals = max(decimals, 1 if 0 < share < 0.01 or 0.99 < share < 1 else 0)
     smallest = 10.0**-decimals
     if 0 < 100 * share < smallest / 2:
         return f"<{smallest:.{decimals}f}%"
+    if share < 1 and 100 * (1 - share) <= smallest / 2:
+        return f">{100 - smallest:.{decimals}f}%"
     return f"{100 * share:.{decimals}f}%"
 
 

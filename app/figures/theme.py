@@ -67,6 +67,8 @@ PALETTES: Mapping[Theme, Palette] = {
 # Okabe and Ito, "Color Universal Design" (2008), in an order that keeps neighbours apart on both grounds. Their
 # black is left out: it vanishes on a dark page.
 OKABE_ITO: tuple[str, ...] = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#D55E00", "#0072B2", "#F0E442")
+# Places of hues that a thin line does not tell apart at a glance: orange and vermilion, orange and yellow, the blues.
+ALIKE: tuple[set[int], ...] = ({0, 4}, {0, 6}, {1, 5})
 # The same hues as lines and letters: yellow is too pale for a thin line on white, dark blue too dark on black.
 _LINE_COLOURS: Mapping[Theme, tuple[str, ...]] = {
     "light": ("#C98300", "#3A9BD9", "#009E73", "#C2609A", "#D55E00", "#0072B2", "#A09200"),

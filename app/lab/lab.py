@@ -83,6 +83,11 @@ class Lab:
         return [self.preset, *found]
 
     @property
+    def is_as_begun(self) -> bool:
+        """Whether nothing differs from the preset."""
+        return len(self.entries()) == 1
+
+    @property
     def is_editable(self) -> bool:
         """Whether the batch is small enough to be changed by hand."""
         return self.batch.logits_TE.size <= MOST_CELLS

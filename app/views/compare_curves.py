@@ -190,7 +190,9 @@ def _violation(
         drawn,
         arrangement,
         ranges=summed,
-        title=_title("max_violation", "max_violation_window", compared, found, layer, window, arrangement),
+        title=_title(
+            f"max_violation of layer {label}", "max_violation_window", compared, found, layer, window, arrangement
+        ),
         key="compare_violation",
         alt=f"max_violation of layer {label} by step",
         numbers=comparison_curves.numbers(
@@ -216,7 +218,7 @@ def _idle(
         drawn,
         arrangement,
         ranges=idle,
-        title=_title("Idle experts", "idle_experts", compared, found, layer, window, arrangement),
+        title=_title(f"Idle experts of layer {label}", "idle_experts", compared, found, layer, window, arrangement),
         key="compare_idle",
         alt=f"Idle and dead experts of layer {label} by step",
         numbers=comparison_curves.numbers(arrangement.axis, {"idle": idle, "dead": dead}, label),

@@ -274,7 +274,7 @@ def _widths(layers: list[dict[str, Any]], references: Sequence[Reference | None]
 def _whole_model(run: Run, model: Mapping[str, Any]) -> None:
     total, active = model.get("parameters_total"), model.get("parameters_active")
     if total and active is not None and active <= total:
-        split = Split(name=str(run.manifest.get("name") or run.run_id), active=active, total=total)
+        split = Split(name=run.name, active=active, total=total)
         charts.show(
             parameter_split([split], title="All parameters, and those that one token uses", theme=charts.theme()),
             key="layout_split",

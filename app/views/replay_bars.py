@@ -171,8 +171,14 @@ def _in_words(now: Moment, phase: str, moves: bool) -> str:
     text += "."
     if moves and now.bias_E is not None and now.before_bias_E is not None:
         change_bias_E = now.bias_E - now.before_bias_E
-        most = int(np.nanargmax(np.abs(change_bias_E))) if np.isfinite(change_bias_E).any() else 0
+        moved_E = np.nan_to_num(np.abs(change_bias_E))
+        most = np.flatnonzero(np.isclose(moved_E, moved_E.max(initial=0), rtol=1e-4))
         changed = int((change_bias_E != 0).sum())
         text += f" The bias changed for {count(changed, 'expert')}"
-        text += f", most for expert {most} ({change_bias_E[most]:+.4g})." if changed else "."
+        if not changed:
+            return f"{text}."
+        if len(most) == 1:
+            text += f", most for expert {most[0]} ({change_bias_E[most[0]]:+.4g})."
+        else:
+            text += f", most, by {moved_E[most[0]]:.4g}, for {len(most)} of them."
     return text

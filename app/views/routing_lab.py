@@ -38,7 +38,8 @@ def render() -> None:
         help="A mixture-of-experts layer sends each token to a few of its experts. This page does it for one small "
         "batch, with the code that trains real models, and shows every number on the way.",
     )
-    st.caption(PRESETS[lab.preset].look)
+    begun = PRESETS[lab.preset]
+    st.caption(begun.look if lab.is_as_begun else f"Begun as *{begun.label}*, and changed since.")
     _large_numbers(lab, outcome)
     _pictures(lab, outcome, ranking)
     st.write(sentences.update(outcome, lab) if lab.settings.balancer != "none" else "")
@@ -81,7 +82,7 @@ def _large_numbers(lab: Lab, outcome: run.Outcome) -> None:
     )
     columns[3].metric(
         "Rerouted",
-        NONE if outcome.rerouted is None else percent(outcome.rerouted / max(int(outcome.load_E.sum()), 1)),
+        NONE if outcome.rerouted is None else percent(outcome.rerouted / max(int(outcome.load_E.sum()), 1), 1),
         help="What the bias changed: assignments that would have gone to another expert without it, over all "
         "assignments.",
     )

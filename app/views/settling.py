@@ -16,7 +16,7 @@ from app.views import empty
 from app.words import count, percent, value
 from recorder.reader import Run
 
-MAX_MOVERS = 200
+MAX_MOVERS = 2000
 MAX_CURVES = 7  # more layers, and all but the chosen one are drawn faintly
 _SATURATION = "saturation: choices shared with the last probe"
 _CHURN = "churn: choices changed since the probe before"

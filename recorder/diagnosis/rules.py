@@ -64,7 +64,8 @@ RULES: dict[str, Rule] = {
     "collapsed": Rule(
         level="alarm",
         when=f"the effective share (exp(H(f)) - k) / (E - k) of {_WINDOW} falls below {COLLAPSED_BELOW} and is not "
-        f"above {RECOVERED_ABOVE} again until the end",
+        f"above {RECOVERED_ABOVE} again until the end; its step is where, within that window, the single steps pass "
+        f"{COLLAPSED_BELOW}",
         threshold=COLLAPSED_BELOW,
         page="replay",
     ),

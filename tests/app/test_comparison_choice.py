@@ -21,6 +21,11 @@ def test_two_runs_of_one_hue_get_two_and_keep_them() -> None:
     assert back == first
 
 
+def test_two_of_few_runs_are_never_much_alike() -> None:
+    places = {"aux": 1, "quantile": 3, "mine": 5}
+    assert assign(["mine", "aux", "quantile"], {}, places) == {"mine": 5, "aux": 2, "quantile": 3}
+
+
 def test_twelve_runs_have_twelve_looks_and_hues_first() -> None:
     twelve = [f"run{7 * number}" for number in range(12)]
     found = assign(twelve, {}, PLACES)
