@@ -22,7 +22,9 @@ from recorder.storage import Place
 
 # What must agree for cross-entropies to measure the same thing: the text and how it is cut into tokens.
 _SAME_TEXT = ("task", "corpus", "vocab_size", "seq_len")
-CE_LOSS = "ce_loss"
+CE_LOSS, HELD_OUT = "ce_loss", "held_out_loss"
+# What must agree besides for held-out ones: the sequences of the probe are drawn by the seed.
+_SAME_PROBE = ("batch_size", "seed")
 EQUAL, WITHIN_NOISE = "equal", "equal within noise"
 
 
@@ -45,7 +47,7 @@ def _drop_rate(stats: LayerStats, rows: Any) -> float | None:
 class Metric:
     """A line of the metric table: what is better ("lower", "higher" or None), and what must agree for that.
 
-    of  its value over some rows of a layer; None for the cross-entropy, which is of the whole model
+    of  its value over some rows of a layer; None for the cross-entropies, which are of the whole model
     """
 
     key: str
@@ -61,6 +63,13 @@ METRICS = (
         key=CE_LOSS,
         name="cross-entropy (nats per token)",
         meaning="mean of ce_loss, aux losses not in it",
+        better="lower",
+        same_shape=False,
+    ),
+    Metric(
+        key=HELD_OUT,
+        name="held-out cross-entropy (nats per token)",
+        meaning="the same of the probes within the window: one batch that is never trained on",
         better="lower",
         same_shape=False,
     ),
@@ -130,11 +139,11 @@ OF_LAYERS = tuple(metric for metric in METRICS if metric.of is not None)
 class Measured:
     """What a run comes to over the window.
 
-    ce_loss  mean cross-entropy; None where none was recorded or one is not finite
+    losses   mean cross-entropy by the key of its metric; None where none was recorded or one is not finite
     layers   a dict for each layer: key, label, num_experts, top_k and the key of every metric of a layer
     """
 
-    ce_loss: float | None
+    losses: Mapping[str, float | None]
     layers: list[dict[str, Any]]
 
     def of_layer(self, layer: int) -> Mapping[str, Any]:
@@ -143,7 +152,7 @@ class Measured:
 
     def value(self, metric: Metric, layer: int) -> float | None:
         """A metric, of `layer` where it is one of a layer; None where there is no value."""
-        return self.ce_loss if metric.of is None else self.of_layer(layer).get(metric.key)
+        return self.losses[metric.key] if metric.of is None else self.of_layer(layer).get(metric.key)
 
 
 def measure(one: Compared, window: Window) -> Measured:
@@ -159,7 +168,7 @@ def _measure(path: Place, fingerprint: int, steps: tuple[int, ...] | None, _run:
         stats = data.layer_stats(_run, key)
         entry = {"key": key, "label": stats.label, "num_experts": stats.num_experts, "top_k": stats.top_k}
         found.append(entry | _values(stats, steps))
-    return Measured(ce_loss=mean_loss(_run, steps), layers=found)
+    return Measured(losses={CE_LOSS: mean_loss(_run, steps), HELD_OUT: _held_out_loss(_run, steps)}, layers=found)
 
 
 def noise(metric: Metric, first: tuple[Compared, int], second: tuple[Compared, int], window: Window) -> float:
@@ -179,12 +188,26 @@ def _by_stretch(one: Compared, metric: Metric, layer: int, window: Window) -> np
         return None
     sets = [window.steps, *(tuple(step for step in window.steps if step not in some) for some in stretches)]
     if metric.of is None:
-        values = _losses(one.run, sets)
+        # a window holds two or three probes: nothing tells how far they waver
+        values = [None] if metric.key == HELD_OUT else _losses(one.run, sets)
     else:
         stats = data.layer_stats(one.run, layer)
         values = [metric.of(stats, np.isin(stats.steps_S, steps)) for steps in sets]
     known = [number for number in values if number is not None]
     return pseudo_values(known[0], known[1:]) if len(known) == len(sets) else None
+
+
+def _held_out_loss(run: Run, steps: tuple[int, ...] | None) -> float | None:
+    """Mean cross-entropy of the probes between the first and last of these steps, or of the run's own last ones."""
+    if "probe" not in data.phases(run) or data.main_phase(run) == "probe" or data.steps(run).empty:
+        return None
+    probes = _probes(run, steps or tuple(data.steps(run)["step"].tail(WINDOW)))
+    return _losses(run, [probes], phase="probe")[0] if probes else None
+
+
+def _probes(run: Run, steps: tuple[int, ...]) -> tuple[int, ...]:
+    """The probes between the first and the last of these steps."""
+    return tuple(step for step in data.steps(run, "probe")["step"].tolist() if steps[0] <= step <= steps[-1])
 
 
 def _values(stats: LayerStats, steps: tuple[int, ...] | None) -> dict[str, float | None]:
@@ -200,9 +223,11 @@ def mean_loss(run: Run, steps: tuple[int, ...] | None, column: str = CE_LOSS) ->
     return _losses(run, [tuple(frame["step"].tail(WINDOW)) if steps is None else steps], column)[0]
 
 
-def _losses(run: Run, each: Sequence[tuple[int, ...]], column: str = CE_LOSS) -> list[float | None]:
+def _losses(
+    run: Run, each: Sequence[tuple[int, ...]], column: str = CE_LOSS, phase: str = data.MAIN
+) -> list[float | None]:
     """Mean of a loss over each of these sets of steps; None where none was recorded or one is not finite."""
-    frame = data.steps(run)
+    frame = data.steps(run, phase)
     recorded_S = frame[column].notna().to_numpy(bool)
     steps_S = frame["step"].to_numpy(np.int64)[recorded_S]
     values_S = frame[column].to_numpy(np.float64, na_value=np.nan)[recorded_S]
@@ -219,9 +244,14 @@ def not_comparable(metric: Metric, runs: Sequence[Compared], layer: int, window:
         return "no step is shared"
     if metric.of is None:
         each = [settings(one.run.manifest) for one in runs]
-        unlike = [key for key in _SAME_TEXT if len({str(one.get(key)) for one in each}) > 1]
-        unknown = [key for key in _SAME_TEXT if any(key not in one for one in each)]
-        return f"{listed(unlike or unknown)} {'differ' if unlike else 'not known'}" if unlike or unknown else None
+        needed = _SAME_TEXT + (_SAME_PROBE if metric.key == HELD_OUT else ())
+        unlike = [key for key in needed if len({str(one.get(key)) for one in each}) > 1]
+        unknown = [key for key in needed if any(key not in one for one in each)]
+        if unlike or unknown:
+            return f"{listed(unlike or unknown)} {'differ' if unlike else 'not known'}"
+        if metric.key == HELD_OUT and len({_probes(one.run, window.steps) for one in runs}) > 1:
+            return "they were probed at other steps"
+        return None
     shapes = {one.shape(layer) for one in runs}
     if (None, None) in shapes:
         return "some have no such layer"
@@ -233,6 +263,8 @@ def no_better(metric: Metric, runs: Sequence[Compared], layer: int, window: Wind
     if metric.better is None:
         return "no side of it is better"
     reason = not_comparable(metric, runs, layer, window)
+    if reason is None and metric.key == HELD_OUT:
+        return "a window holds too few probes to tell a difference from noise"
     if reason is None and metric.of is None:
         active = {(one.run.manifest.get("model") or {}).get("parameters_active") for one in runs}
         return "active parameters differ" if len(active) > 1 else None

@@ -33,18 +33,23 @@ def loads(run: Path, layer: int) -> pd.DataFrame:
 
 def by_hand(run: Path, layer: int, steps: Iterable[int]) -> dict[str, float | None]:
     """The metrics of the table over these steps, each by its definition."""
+    steps = list(steps)
     rows = loads(run, layer)
-    rows = rows[rows["step"].isin(list(steps))]
+    rows = rows[rows["step"].isin(steps)]
     load = np.stack(rows["load"].to_list()).astype(float)
     share = load / load.sum(axis=1, keepdims=True)
     summed = load.sum(axis=0)
     experts = load.shape[1]
     log = np.log(share, out=np.zeros_like(share), where=share > 0)
     prob = np.stack(rows["mean_prob"].to_list()).astype(float)
-    losses = pd.read_parquet(run / "steps").query("phase == 'train'")
+    every = pd.read_parquet(run / "steps")
+    losses = every.query("phase == 'train'")
+    probes = every.query("phase == 'probe'")
+    probes = probes[probes["step"].between(min(steps), max(steps))]["ce_loss"]
     dropped = rows["dropped"].dropna()
     return {
-        "cross-entropy (nats per token)": losses[losses["step"].isin(list(steps))]["ce_loss"].mean(),
+        "cross-entropy (nats per token)": losses[losses["step"].isin(steps)]["ce_loss"].mean(),
+        "held-out cross-entropy (nats per token)": None if probes.empty else probes.mean(),
         "max_violation, batch": (load.max(axis=1) / load.mean(axis=1) - 1).mean(),
         "max_violation, window": summed.max() / summed.mean() - 1,
         "idle experts": float((summed < summed.mean() / 10).sum()),
