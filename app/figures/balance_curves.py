@@ -278,7 +278,7 @@ def share_area(
             range=[float(middle[0]), float(middle[-1])] if len(middle) > 1 else [middle[0] - 1, middle[0] + 1],
             showgrid=False,
         )
-    fig.update_layout(hovermode="closest", legend_traceorder="normal", uirevision=x_title)
+    fig.update_layout(overwrite=True, hovermode="closest", legend_traceorder="normal", uirevision=x_title)
     return fig
 
 
@@ -314,7 +314,7 @@ def _uniform_lines(fig: go.Figure, experts: int, kind: str, uniform: float, colo
     # all at once: add_hline looks at every trace, each time
     across = {"type": "line", "xref": "x domain", "x0": 0, "x1": 1, **dotted}
     shares = [expert * uniform for expert in range(every, experts, every)]
-    fig.update_layout(shapes=[across | {"y0": share, "y1": share} for share in shares])
+    fig.update_layout(overwrite=True, shapes=[across | {"y0": share, "y1": share} for share in shares])
     if every == 1:
         return f"Dotted: where the bands would meet at the uniform share, {share} each."
     return f"Dotted: where every {every} bands would end at the uniform share, {share} each."

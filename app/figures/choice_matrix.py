@@ -68,7 +68,7 @@ def choice_matrix(
     if large:
         fig.add_trace(_texts(values_TE[:shown], (finite_TE - low) / max(high - low, 1e-9), theme))
         cells = zip(rows.tolist(), columns.tolist(), chosen_N.tolist(), strict=True)
-        fig.update_layout(shapes=[_frame(*cell, theme) for cell in cells])
+        fig.update_layout(overwrite=True, shapes=[_frame(*cell, theme) for cell in cells])
     else:
         fig.add_trace(_dots(rows[chosen_N], columns[chosen_N], theme))
     if dropped_TE is not None and dropped_TE[:shown].any():

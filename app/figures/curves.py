@@ -134,7 +134,7 @@ def metric_curves(
     if x_title == STEP and extent is not None and extent[1] - extent[0] < 8:
         fig.update_xaxes(dtick=1, tickformat=",d")
     # A person's zoom stays while a live run grows.
-    fig.update_layout(hovermode="closest", uirevision=x_title)
+    fig.update_layout(overwrite=True, hovermode="closest", uirevision=x_title)
     return fig
 
 

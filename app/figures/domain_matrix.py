@@ -60,7 +60,7 @@ def domain_matrix(
         left=24 + 8 * max((len(domain) for domain in domains), default=0),
         x_title="expert",
     )
-    fig.update_layout(coloraxis=load_coloraxis(theme, length=240), plot_bgcolor=palette(theme).no_data)
+    fig.update_layout(overwrite=True, coloraxis=load_coloraxis(theme, length=240), plot_bgcolor=palette(theme).no_data)
     fig.update_xaxes(
         type="category",
         categoryarray=labels,

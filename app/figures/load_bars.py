@@ -155,9 +155,11 @@ def load_bars(
         showgrid=False,
     )
     fig.update_xaxes(title_text="expert", row=len(heights))
-    fig.update_layout(bargap=0.25 if experts <= 64 else 0.05, hovermode="closest")
+    fig.update_layout(overwrite=True, bargap=0.25 if experts <= 64 else 0.05, hovermode="closest")
     if colorbar:
-        fig.update_layout(coloraxis=load_coloraxis(theme, bound=bound, length=min(plot_height + 30, 330)))
+        fig.update_layout(
+            overwrite=True, coloraxis=load_coloraxis(theme, bound=bound, length=min(plot_height + 30, 330))
+        )
         # Bars carry colours of their own (idle is no point on a continuous scale): this trace brings the bar.
         fig.add_trace(
             go.Scatter(

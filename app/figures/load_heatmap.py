@@ -179,6 +179,7 @@ def load_heatmap(
     fig.update_xaxes(range=extent, showgrid=False, ticks="outside", ticklen=4)
     fig.update_yaxes(showgrid=False, ticks="")
     fig.update_layout(
+        overwrite=True,
         plot_bgcolor=p.no_data,
         coloraxis=load_coloraxis(
             theme, bound=bounds.pop() if len(bounds) == 1 else None, length=min(plot_height + 40, 360)

@@ -159,11 +159,11 @@ def model_map(
         showline=False,
     )
     fig.update_yaxes(range=[(_FOOT[0] if shared_any else 0) - 0.03, 1.12], visible=False, showgrid=False)
-    fig.update_layout(shapes=shapes, hovermode="closest")
+    fig.update_layout(overwrite=True, shapes=shapes, hovermode="closest")
     if load_by_layer is not None:
         bounds = {int(layer["num_experts"]) / int(layer["top_k"]) for layer in moe if layer.get("top_k")}
         bound = bounds.pop() if len(bounds) == 1 else None
-        fig.update_layout(coloraxis=load_coloraxis(theme, bound=bound, length=min(height + 40, 360)))
+        fig.update_layout(overwrite=True, coloraxis=load_coloraxis(theme, bound=bound, length=min(height + 40, 360)))
     return fig
 
 
