@@ -49,9 +49,12 @@ class Placed:
 
 
 def rank_choices(experts: Sequence[int]) -> list[int]:
-    """Numbers of ranks on which every layer's experts can stand: 2 and more, each with at least one expert."""
+    """Numbers of ranks on which every layer's experts can stand: 2 and more, each with at least one expert.
+
+    With some number of spare replicas every rank of every layer has as many slots.
+    """
     fewest = min(experts, default=0)
-    return [ranks for ranks in (2, 4, 8, 16, 32, 64, 128, 256) if ranks <= fewest]
+    return [ranks for ranks in (2, 4, 8, 16, 32, 64, 128, 256) if ranks <= fewest and spare_choices(experts, ranks)]
 
 
 def spare_choices(experts: Sequence[int], ranks: int, most: int = 4) -> list[int]:

@@ -212,16 +212,17 @@ def load_colours(ratio: ArrayLike, *, theme: Theme = "light") -> list[str]:
 def load_ticks(bound: float | None = None) -> tuple[list[float], list[str]]:
     """Tick positions and labels of the load scale's colour bar.
 
-    bound: the largest possible load / uniform share, E / k; its tick then says that all tokens are there.
+    bound: the largest possible load / uniform share, E / k; its tick then says that all tokens are there, and nothing
+    is said of loads beyond the scale where there can be none.
     """
-    ticks = dict(_TICKS)
+    ticks = dict(_TICKS) | {-4.78: "below 1/16", 4.78: "beyond 16x"}
     if bound is not None and 1 < bound <= LOAD_CEILING:
         z = float(np.log2(bound))
         near = [t for t in ticks if abs(t - z) < 0.35]
         for t in near:
             del ticks[t]
         ticks[z] = f"{number(bound)}x (all tokens)"
-    ticks[-4.78], ticks[4.78] = "below 1/16", "beyond 16x"
+        ticks.pop(4.78, None)
     positions = sorted(ticks)
     return positions, [ticks[z] for z in positions]
 

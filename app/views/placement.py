@@ -34,7 +34,8 @@ def render() -> None:
     if not choices:
         head.title("Placement")
         st.info(
-            "Experts can be placed on ranks where every MoE layer has two or more and a recorded load"
+            "Experts can be placed on ranks where every MoE layer has two or more and a recorded load, and some number "
+            "of spare replicas gives each rank as many slots in all of them"
             f"{empty.where_readable(run)}. Pick another run in the sidebar."
         )
         return
@@ -42,17 +43,10 @@ def render() -> None:
         ranks = state.pick_option(
             "ranks", "Ranks", choices, default=choices[min(1, len(choices) - 1)], help="Devices that share the experts."
         )
-        options = placing.spare_choices(experts, ranks)
-        if not options:
-            head.title("Placement")
-            st.info(
-                f"No number of spare replicas gives {ranks} ranks as many slots in every layer: pick another number."
-            )
-            return
         spares = state.pick_option(
             "spares",
             "Spare replicas",
-            options,
+            placing.spare_choices(experts, ranks),
             help="Slots beyond one for each expert of a layer, for copies of busy ones; as many slots on every rank.",
         )
         window = state.pick_window()

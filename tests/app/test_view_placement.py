@@ -149,3 +149,9 @@ def test_the_exported_plan_by_hand():
     assert all(0 in rank and len(set(rank)) == 3 for rank in plan["ranks"])
     assert placed.cost(placing.CONTIGUOUS) == pytest.approx(7 / 4)
     assert placing.balancedness([placed], placing.CONTIGUOUS) == pytest.approx(4 / 7)
+
+
+def test_ranks_are_offered_on_which_every_layer_has_as_many_slots_a_rank() -> None:
+    assert placing.rank_choices([16, 16]) == [2, 4, 8, 16]
+    assert placing.rank_choices([4, 6]) == [2], "4 + s and 6 + s are never both multiples of 4"
+    assert placing.rank_choices([4, 5]) == []
