@@ -8,6 +8,7 @@ Shapes: S recorded steps that routed tokens, E experts, V = S - window + 1 windo
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ class Dead:
 
 
 def window_rows(load_SE: NDArray) -> int:
-    """Rows of a window: enough for WINDOW_ASSIGNMENTS an expert at the uniform share, WINDOW_STEPS at least."""
+    """Rows of a window: WINDOW_STEPS, or as many as hold WINDOW_ASSIGNMENTS an expert wherever the window stands."""
     return max(WINDOW_STEPS, _rows_of(WINDOW_ASSIGNMENTS, load_SE))
 
 
@@ -112,9 +113,19 @@ def concentration(load_E: NDArray) -> tuple[int, float]:
 
 
 def _rows_of(assignments: int, load_SE: NDArray) -> int:
-    """Rows that hold so many assignments an expert at the uniform share, 1 at least."""
-    per_step = float(np.median(load_SE.sum(axis=-1))) if len(load_SE) else 0.0
-    return max(1, math.ceil(assignments * load_SE.shape[-1] / per_step)) if per_step else 1
+    """The fewest successive rows that hold so many assignments an expert at the uniform share, wherever they start.
+
+    Where all rows together hold fewer: how many rows like the median one would hold them.
+    """
+    rows, needed = len(load_SE), assignments * load_SE.shape[-1]
+    if not rows:
+        return 1
+    before_S = np.concatenate([[0], load_SE.sum(axis=-1).cumsum()])
+    if before_S[-1] < needed:
+        per_step = float(np.median(np.diff(before_S)))
+        return max(rows + 1, math.ceil(needed / per_step) if per_step else 1)
+    held = range(1, rows + 1)  # more rows never hold less
+    return held[bisect.bisect_left(held, needed, key=lambda some: (before_S[some:] - before_S[:-some]).min())]
 
 
 def _rolling(load_SE: NDArray, rows: int) -> NDArray:
@@ -146,9 +157,11 @@ def _change(load_SE: NDArray, first: int, top_k: int, *, collapses: bool) -> Cha
     it by itself. Where it did not pass it (the rows of a window may use few experts each, but not the same), the window
     as a whole is all that is known.
     """
-    window, few = window_rows(load_SE), _rows_of(ONSET_ASSIGNMENTS, load_SE)
+    window = window_rows(load_SE)
     start = max(first - window, 0)
-    share_R = effective_share(_rolling(load_SE[start : first + window], few), top_k)
+    rows_RE = load_SE[start : first + window]
+    few = _rows_of(ONSET_ASSIGNMENTS, rows_RE)
+    share_R = effective_share(_rolling(rows_RE, few), top_k)
 
     def below(values_R: NDArray[np.float64]) -> NDArray[np.bool_]:
         return values_R < COLLAPSED_BELOW

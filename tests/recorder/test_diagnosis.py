@@ -41,6 +41,27 @@ def test_balanced_runs_raise_no_alarm_and_are_told_as_balanced(tmp_path, num_exp
         assert all(finding.step == 0 for finding in findings)
 
 
+@pytest.mark.parametrize(
+    ("experts", "tokens"),
+    [
+        pytest.param(16, [1024] * 100 + [4] * 20, id="the-last-20-steps-of-4-tokens"),
+        pytest.param(16, [1024] * 100 + [1] * 50, id="the-last-50-steps-of-1-token"),
+        pytest.param(160, [2048] * 100 + [1] * 45, id="fewer-tokens-than-experts"),
+        pytest.param(16, [1024] * 100 + [2] * 45 + [1024] * 100, id="in-between"),
+    ],
+)
+def test_steps_of_few_tokens_in_a_balanced_run_are_no_alarm(tmp_path, experts, tokens):
+    """Batches that run out, a prompt and then single tokens: what few tokens leave out is chance."""
+    rng = np.random.default_rng(0)
+    layer = {"index": 2, "kind": "moe", "router": 0, "num_experts": experts, "top_k": 1}
+    with RunWriter(tmp_path / "run", manifest={"model": {"layers": [layer]}}, flush_seconds=1e9) as writer:
+        for step, many in enumerate(tokens):
+            load = np.bincount(rng.integers(0, experts, many), minlength=experts)
+            writer.log_layer_stats(step, layer=2, router=0, tokens=many, load=load, gate_mass=None, mean_prob=None)
+    findings = diagnose(Run(tmp_path / "run"))
+    assert [(one.rule, one.step) for one in findings] in ([("balanced", 0)], [("too_short", None)])
+
+
 def test_a_run_with_every_expert_chosen_can_not_collapse(tmp_path):
     run = write_planted(tmp_path / "run", Planted(num_experts=4, top_k=4, tokens=64, steps=50))
     assert [finding.rule for finding in diagnose(Run(run))] == ["balanced", "balanced"]
