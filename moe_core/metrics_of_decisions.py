@@ -55,6 +55,33 @@ def count_load(expert_ids: ArrayLike, num_experts: int) -> tuple[NDArray[np.int6
     return counts[1:].astype(np.int64), int(counts[0])
 
 
+def gate_mass(expert_ids: ArrayLike, weights: ArrayLike, num_experts: int) -> FloatArray:
+    """Sum of the gate weights of each expert, to set beside its load: asked often and heard little?
+
+    Sums of steps, part files or ranks add up.
+
+    Args:
+        expert_ids: (T, K) integers, -1 where no choice was made.
+        weights: (T, K) gate values; those beside a -1 count nowhere.
+        num_experts: E.
+
+    Returns:
+        (E,) float64; 0 for an expert that nobody chose, NaN for one with a weight that is NaN.
+
+    Raises:
+        ValueError: ids outside -1..E-1, or arrays of different shapes.
+
+    >>> gate_mass([[0, 1], [0, -1]], [[0.5, 0.25], [0.25, 0.0]], 3).tolist()
+    [0.75, 0.25, 0.0]
+    """
+    num_experts = at_least(1, "num_experts", num_experts)
+    ids_TK, weights_TK = checked_ids(expert_ids, num_experts), np.asarray(weights, dtype=np.float64)
+    if ids_TK.shape != weights_TK.shape:
+        raise ValueError(f"expert_ids {ids_TK.shape} and weights {weights_TK.shape} do not go together")
+    slots = ids_TK.ravel().astype(np.int64) + 1
+    return np.bincount(slots, weights=weights_TK.ravel(), minlength=num_experts + 1)[1:].astype(np.float64)
+
+
 def router_entropy(probs: ArrayLike) -> FloatArray:
     """How undecided the router is: mean over tokens of H(p_t) / ln E; 1 is no preference, 0 is certain.
 

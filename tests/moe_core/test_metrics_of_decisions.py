@@ -102,6 +102,27 @@ class TestCoactivation:
             call()
 
 
+class TestGateMass:
+    def test_by_hand(self):
+        mass = metrics.gate_mass([[2, 0], [0, -1], [2, 1]], [[0.5, 0.25], [1, 9], [0.25, np.nan]], 4)
+        np.testing.assert_array_equal(mass, [1.25, np.nan, 0.75, 0])
+
+    @given(decisions())
+    def test_against_a_loop(self, given):
+        ids, num_experts = given
+        weights = np.random.default_rng(0).random(ids.shape, dtype=np.float32)
+        expected = [0.0] * num_experts
+        for row, values in zip(ids.tolist(), weights.tolist(), strict=True):
+            for expert, value in zip(row, values, strict=True):
+                if expert >= 0:
+                    expected[expert] += value
+        np.testing.assert_allclose(metrics.gate_mass(ids, weights, num_experts), expected, rtol=1e-12)
+
+    def test_shapes_must_go_together(self):
+        with pytest.raises(ValueError, match=r"\(1, 2\) and weights \(1, 1\) do not go together"):
+            metrics.gate_mass([[0, 1]], [[0.5]], 2)
+
+
 class TestSettling:
     probes = (
         ((0, 1), (2, 3), (0, 1), (-1, -1)),
