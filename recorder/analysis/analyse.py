@@ -3,19 +3,23 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recorder.analysis.count_decisions import DecisionTask
 from recorder.analysis.count_stats import StatsTask
 from recorder.analysis.counts import Counts
 from recorder.analysis.plan import Job, Plan, Task, plan_analysis
 from recorder.analysis.settling import ProbeTask, merge_probes
 from recorder.analysis.store import Store
 from recorder.analysis.tables import TABLES, make_tables
+from recorder.analysis.token_rows import TokensError
 from recorder.reader import Run
 from recorder.storage import StorageError
 
@@ -25,6 +29,9 @@ _AHEAD = 2
 _MANY_WORKERS = 64
 #: So often a part may be replaced by a compaction while the run is read.
 _ATTEMPTS = 10
+
+#: The counts of a task, and a line for each part that they lack.
+Done = tuple[Counts, list[str]]
 
 
 class Analysis:
@@ -116,10 +123,11 @@ def analyse(
 def stored_analysis(run: Run) -> Analysis | None:
     """What an earlier `analyse` kept with the run, where that is still all of it; None otherwise."""
     store = Store(run.path)
-    if not store.holds_tables():  # to plan all of it takes a look at every step
+    written = store.tables_written()
+    if written is None:  # to plan all of it takes a look at every step
         return None
     plan = plan_analysis(run)
-    if store.read_table(TABLES[-1], plan.digest) is None:  # the last one written
+    if written < plan.newest or store.read_table(TABLES[-1], plan.digest) is None:  # the last one written
         return None
 
     def load(name: str) -> pa.Table:
@@ -135,7 +143,8 @@ def _count(
     run: Run, plan: Plan, executor: Executor | None, keep: bool, progress: Callable[[int, int], None] | None
 ) -> Analysis:
     store = Store(run.path)
-    there = store.partials()
+    partials = store.partials()
+    there = {job.name for job in plan.jobs if partials.get(job.name, -1) >= job.newest}
     why_not = None if keep else "not asked for"
     problems: list[str] = []
     total = Counts()
@@ -146,9 +155,9 @@ def _count(
             counts = store.read_partial(job.name) if job.name in there else None
             if counts is None:
                 fresh = job.name not in there
-                counts, problem = next(results) if fresh else next(_results(workers, [job]))
-                problems += [problem] if problem else []
-                if why_not is None and problem is None:
+                counts, found = next(results) if fresh else next(_results(workers, [job]))
+                problems += found
+                if why_not is None and not found:
                     why_not = _tried(lambda job=job, counts=counts: store.write_partial(job.name, counts))  # type: ignore[misc]
             total.merge(counts)
             if progress is not None:
@@ -169,32 +178,48 @@ def _count(
     )
 
 
-def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, str | None]]:
+def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, list[str]]]:
     """The result of each job, in order, and what went wrong. Few tasks are under way at once."""
     ahead = _AHEAD * getattr(executor, "_max_workers", _MANY_WORKERS)
     tasks = deque(task for job in jobs for task in job.tasks)
-    under_way: deque[Future[Counts]] = deque()
+    under_way: deque[Future[Done] | None] = deque()
 
     def hand_out() -> None:
         while tasks and len(under_way) < ahead:
-            under_way.append(executor.submit(run_task, tasks.popleft()))
+            task = tasks.popleft()
+            try:
+                under_way.append(executor.submit(run_task, task))
+            except BrokenExecutor:
+                under_way.append(None)
 
     try:
         for job in jobs:
             pieces: list[Counts] = []
-            problem = None
-            for _ in job.tasks:
+            problems: list[str] = []
+            for task in job.tasks:
                 hand_out()
                 try:
-                    pieces.append(under_way.popleft().result())
+                    counts, found = _result(under_way.popleft(), task)
+                    pieces.append(counts)
+                    problems += found
                 except (FileNotFoundError, StorageError):
                     raise
                 except (OSError, ValueError, pa.ArrowException) as error:
-                    problem = f"{_what(job)}: {(str(error).splitlines() or [type(error).__name__])[0]}"
-            yield (merge_probes(pieces) if isinstance(job.tasks[0], ProbeTask) else _sum(pieces)), problem
+                    problems.append(f"{_what(job)}: {(str(error).splitlines() or [type(error).__name__])[0]}")
+            yield (merge_probes(pieces) if isinstance(job.tasks[0], ProbeTask) else _sum(pieces)), problems
     finally:
         for future in under_way:
-            future.cancel()
+            if future is not None:
+                with suppress(Exception):  # a cluster that has gone: what went wrong first is what is told
+                    future.cancel()
+
+
+def _result(future: Future[Done] | None, task: Task) -> Done:
+    """What the executor made of a task; a pool that lost a worker makes nothing any more, so that it is done here."""
+    if future is not None:
+        with suppress(BrokenExecutor):
+            return future.result()
+    return run_task(task)
 
 
 def _known_problems(run: Run) -> list[str]:
@@ -208,9 +233,16 @@ def _check_table(name: str) -> None:
         raise ValueError(f"unknown table {name!r}; there are {', '.join(TABLES)}")
 
 
-def run_task(task: Task) -> Counts:
-    """What an executor is given to run."""
-    return task.count()
+def run_task(task: Task) -> Done:
+    """What an executor is given to run. Decisions count without those tokens whose part cannot be read."""
+    problems = []
+    while True:
+        try:
+            return task.count(), problems
+        except TokensError as error:
+            assert isinstance(task, DecisionTask)
+            problems.append(str(error))
+            task = replace(task, token_parts=tuple(part for part in task.token_parts if part.name != error.part))
 
 
 def _sum(pieces: list[Counts]) -> Counts:

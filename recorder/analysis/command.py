@@ -1,8 +1,9 @@
 """What `routescope analyse` does and says."""
 
+import logging
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,12 @@ _CONNECT_S = "10s"
 _SAMPLES = "sample_runs"
 
 
-class ClusterError(ValueError):
-    """The scheduler cannot be used, in one line."""
+class ClusterError(Exception):
+    """The cluster cannot be used, in one line; `began`: any longer, as it failed on the way."""
+
+    def __init__(self, reason: str, *, began: bool = False) -> None:
+        super().__init__(reason)
+        self.began = began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,7 @@ def analyse_run(run: Run, scheduler: str | None, *, in_terminal: bool) -> Report
     """Analyse a run with threads here, or on a Dask cluster.
 
     Raises:
-        ClusterError: the cluster cannot be reached, or the extra `distributed` is not installed.
+        ClusterError: the cluster cannot be reached or fails, or the extra `distributed` is not installed.
         StorageError: the object store cannot be reached.
     """
     sample = run.path.resolve().parent.name == _SAMPLES
@@ -95,19 +100,39 @@ def _executor(scheduler: str | None) -> Iterator[Executor | None]:
         yield None
         return
     try:
-        from distributed import Client
+        from distributed import Client, KilledWorker
     except ImportError:
         raise ClusterError("--scheduler needs dask: pip install 'routescope[distributed]'") from None
+    for logger in ("distributed", "distributed.client", "distributed.core"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # tracebacks of what we say in a line
     try:
         client = Client(scheduler, timeout=_CONNECT_S)
     except (OSError, ValueError, TimeoutError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ClusterError(f"--scheduler {scheduler}: {reason}") from None
+        raise ClusterError(f"--scheduler {scheduler}: {_first_line(error)}") from None
     try:
-        # not pure: a task's result depends on files, which Dask cannot know of
-        yield client.get_executor(pure=False)
+        if not client.nthreads():
+            print(f"routescope: {scheduler} has no workers: waiting for one", file=sys.stderr, flush=True)
+        yield _Cluster(client)
+    except (CancelledError, KilledWorker, ImportError) as error:
+        reason = "the scheduler has gone" if isinstance(error, CancelledError) else _first_line(error)
+        raise ClusterError(f"--scheduler {scheduler}: {reason}; what was kept so far stays", began=True) from None
     finally:
         client.close()
+
+
+class _Cluster(Executor):
+    """A Dask client's own futures: unlike those of its `get_executor` they end when the scheduler has gone."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        # not pure: a task's result depends on files, which Dask cannot know of
+        return self._client.submit(call, *args, pure=False, **kwargs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _show(done: int, of: int) -> None:

@@ -1,7 +1,8 @@
 """Which tasks make the analysis of a run, and by what name each one's result is known.
 
-The name is a digest of all that the result depends on: the parts by name and size (parts never change), the segments
-that replaced rows of theirs, and what the manifest tells of the routers. A stored result of that name is still valid.
+The name is a digest of all that the result depends on: the parts by name and size, the segments that replaced rows of
+theirs, and what the manifest tells of the routers. A stored result of that name is still valid, unless one of its parts
+is younger: our writers never change a part, but somebody may put another one in its place.
 """
 
 import hashlib
@@ -33,10 +34,11 @@ Live = Sequence[tuple[PartFile, Footer]]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Tasks whose results are stored together, under `name`."""
+    """Tasks whose results are stored together, under `name`; `newest`: when the last of their parts was written, ns."""
 
     name: str
     tasks: tuple[Task, ...]
+    newest: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ class Plan:
 
     jobs: tuple[Job, ...]
     digest: str
+
+    @property
+    def newest(self) -> int:
+        """When the last of all parts was written, in nanoseconds."""
+        return max((job.newest for job in self.jobs), default=0)
 
 
 @dataclass(frozen=True)
@@ -80,18 +87,18 @@ def plan_analysis(run: Run, tables: Sequence[str] = TABLES) -> Plan:
             )
             for stretch in _stretches(parts, by_moment=by_moment)
         ]
-        named = _named([part for part, _ in parts])
-        depends_on = [named, _named(overlapping), tasks[0].segment_starts, routers, tasks[0].tables]
-        jobs.append(_job("decisions", tasks, depends_on))
+        of_decisions = [part for part, _ in parts]
+        depends_on = [_named(of_decisions), _named(overlapping), tasks[0].segment_starts, routers, tasks[0].tables]
+        jobs.append(_job("decisions", tasks, [*of_decisions, *overlapping], depends_on))
     for part, footer in run.table("layer_stats").live() if "stats" in tables else []:
         if footer.num_rows:
             relevant = _relevant(starts, _range(footer))
             stats = StatsTask(run=run.path, parts=(part,), segment_starts=relevant, router_of_layer=routers.of_layer)
-            jobs.append(_job("layer_stats", [stats], [_named([part]), relevant, routers.of_layer]))
+            jobs.append(_job("layer_stats", [stats], [part], [_named([part]), relevant, routers.of_layer]))
     probes = _probe_tasks(run, routers) if PROBE_TABLES.intersection(tables) else []
     if probes:
         those = [part for part, footer in decisions if footer.num_rows and _may_hold_probes(footer)]
-        jobs.append(_job("settling", probes, [_named(those), starts, routers.of_layer]))
+        jobs.append(_job("settling", probes, those, [_named(those), starts, routers.of_layer]))
     digest = hashlib.sha256("\n".join(job.name for job in jobs).encode()).hexdigest()
     return Plan(jobs=tuple(jobs), digest=digest)
 
@@ -198,6 +205,7 @@ def _named(parts: Sequence[PartFile]) -> list[tuple[str, int]]:
     return [(part.name, part.size) for part in parts]
 
 
-def _job(kind: str, tasks: list[Any], depends_on: list[Any]) -> Job:
+def _job(kind: str, tasks: list[Any], parts: Sequence[PartFile], depends_on: list[Any]) -> Job:
     text = json.dumps([VERSION, kind, depends_on], default=vars)
-    return Job(name=f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}", tasks=tuple(tasks))
+    name = f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    return Job(name=name, tasks=tuple(tasks), newest=max((part.mtime_ns for part in parts), default=0))

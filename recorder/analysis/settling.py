@@ -113,8 +113,8 @@ def later(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Last fluctuations (T, 2: token, step or -1) of two sets of probes as that of all of them."""
     rows = np.concatenate([one, other])
     rows = rows[np.lexsort([rows[:, 1], rows[:, 0]])]
-    last = np.append(rows[1:, 0] != rows[:-1, 0], True)
-    return rows[last]
+    another = rows[1:, 0] != rows[:-1, 0]
+    return rows[np.append(another, True)] if len(rows) else rows
 
 
 def merge_probes(pieces: list[Counts]) -> Counts:

@@ -31,9 +31,10 @@ class Store:
         self._folder = run / FOLDER
         self._partials = self._folder / _PARTIALS
 
-    def partials(self) -> set[str]:
-        """Names of the jobs whose counts are there."""
-        return {name.removesuffix(".parquet") for name in storage.files(self._partials, ".parquet")}
+    def partials(self) -> dict[str, int]:
+        """When the counts of each job that are there were written, in nanoseconds, by the job's name."""
+        there = storage.files(self._partials, ".parquet")
+        return {name.removesuffix(".parquet"): stored.mtime_ns for name, stored in there.items()}
 
     def read_partial(self, name: str) -> Counts | None:
         """The counts of a job; None where they cannot be read and have to be made again."""
@@ -66,11 +67,11 @@ class Store:
                 pq.write_table(marked, file, compression="zstd", row_group_size=_GROUP_ROWS)
 
             storage.write(self._folder / f"{name}.parquet", write)
-        storage.remove(self._partials, [f"{name}.parquet" for name in self.partials() - set(jobs)])
+        storage.remove(self._partials, [f"{name}.parquet" for name in self.partials().keys() - set(jobs)])
 
-    def holds_tables(self) -> bool:
-        """Whether there is anything to look at."""
-        return bool(storage.files(self._folder, ".parquet"))
+    def tables_written(self) -> int | None:
+        """When the first of the tables that are there was written, in nanoseconds; None where there are none."""
+        return min((stored.mtime_ns for stored in storage.files(self._folder, ".parquet").values()), default=None)
 
     def read_table(self, name: str, digest: str) -> pa.Table | None:
         """One of the tables; None where it is not there or was made of other parts."""

@@ -1,7 +1,8 @@
 """What the `tokens` table tells of a moment's tokens: sequence, position, token id, domain, text."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +14,28 @@ from recorder.analysis.scan import Moment
 from recorder.catalog import fill_defaults
 from recorder.parts import Footer, PartFile, read_footer
 from recorder.schema import SCHEMAS, conform
-from recorder.storage import Place
+from recorder.storage import Place, StorageError
 
 _KEPT_GROUPS = 4
 _NO_ID = -1
+
+
+class TokensError(ValueError):
+    """A part of `tokens` cannot be read: `part` is its name."""
+
+    def __init__(self, part: str, error: Exception) -> None:
+        self.part = part
+        super().__init__(f"tokens/{part}: {(str(error).splitlines() or [type(error).__name__])[0]}")
+
+
+@contextmanager
+def _reading(part: PartFile) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, StorageError):
+        raise
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise TokensError(part.name, error) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +67,18 @@ class TokenRows:
     Args:
         folder: the folder of `tokens`.
         parts: all that may hold tokens of the moments asked for.
+
+    Raises:
+        TokensError: a part cannot be read; later, from `of`, too.
+        FileNotFoundError, StorageError: as reading does.
     """
 
     def __init__(self, folder: Place, parts: Sequence[PartFile]) -> None:
         self._folder = folder
-        self._footers: list[tuple[PartFile, Footer]] = [
-            (part, read_footer(folder / part.name, part.stored)) for part in parts
-        ]
+        self._footers: list[tuple[PartFile, Footer]] = []
+        for part in parts:
+            with _reading(part):
+                self._footers.append((part, read_footer(folder / part.name, part.stored)))
         self._kept: OrderedDict[tuple[PartFile, int], pa.Table] = OrderedDict()
 
     def of(self, moment: Moment) -> dict[int, Tokens]:
@@ -78,9 +102,9 @@ class TokenRows:
     def _read(self, part: PartFile, footer: Footer, group: int) -> pa.Table:
         place = (part, group)
         if place not in self._kept:
-            with storage.parquet_file(self._folder / part.name, footer.metadata, part.stored) as file:
-                rows = file.read_row_group(group, use_threads=False)
-            self._kept[place] = fill_defaults(conform(rows, SCHEMAS["tokens"]))
+            with _reading(part), storage.parquet_file(self._folder / part.name, footer.metadata, part.stored) as file:
+                rows = fill_defaults(conform(file.read_row_group(group, use_threads=False), SCHEMAS["tokens"]))
+            self._kept[place] = rows
             if len(self._kept) > _KEPT_GROUPS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(place)

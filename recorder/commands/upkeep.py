@@ -10,6 +10,7 @@ import typer
 from .common import (
     DONE,
     FAILED,
+    WRONG_ARGUMENTS,
     AsJson,
     CommandError,
     RunArgument,
@@ -72,7 +73,7 @@ def analyse(
     try:
         report = analyse_run(opened, scheduler, in_terminal=sys.stderr.isatty())
     except ClusterError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(str(error), FAILED if error.began else WRONG_ARGUMENTS) from None
     except (OSError, ValueError) as error:
         raise CommandError(f"{opened.path}: {error}", FAILED) from None
     for problem in report.problems:

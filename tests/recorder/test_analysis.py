@@ -1,7 +1,10 @@
 """Whole-run counts against counting one decision at a time; what is kept, and when it is still valid."""
 
 import concurrent.futures
+import multiprocessing
+import os
 import pickle
+import signal
 
 import numpy as np
 import pandas as pd
@@ -69,11 +72,24 @@ def test_executors_agree_to_the_last_digit(run, kind):
     if kind == "threads":
         pool = concurrent.futures.ThreadPoolExecutor(3)
     else:
-        import multiprocessing
-
         pool = concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
     with pool:
         same_tables(alone, analyse(run, executor=pool, keep=False))
+
+
+def test_a_killed_worker_process_does_not_lose_the_job(run):
+    """A pool of the standard library works no more after that: the rest is counted in this process."""
+    killed = []
+
+    def kill_one(done, of):
+        if done == 2:
+            killed.append(next(iter(pool._processes)))
+            os.kill(killed[0], signal.SIGKILL)
+
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = analyse(run, executor=pool, keep=False, progress=kill_one)
+        assert len(killed) == 1
+    same_tables(found, analyse(run, keep=False))
 
 
 def test_only_what_is_asked_for_is_counted(run):
@@ -124,6 +140,27 @@ class TestKept:
         kept = {file.stem for file in (run.path / "analysis" / "partials").iterdir()}
         assert kept == {job.name for job in plan_analysis(run).jobs}, "what is of no use any more is gone"
 
+    def test_a_part_that_somebody_put_in_place_of_another_is_counted_anew(self, tmp_path):
+        """Of the same name and the same size: only its time tells."""
+        record(tmp_path / "run").flush()
+        file = sorted((tmp_path / "run" / "decisions").iterdir())[0]
+        rows = pq.read_table(file, partitioning=None)
+        plain = {"compression": None, "use_dictionary": False}
+        pq.write_table(rows, file, **plain)
+        size = file.stat().st_size
+        run = Run(tmp_path / "run")
+        analyse(run)
+        swapped = [[{0: 1, 1: 0}.get(expert, expert) for expert in experts] for experts in rows["experts"].to_pylist()]
+        rows = rows.set_column(rows.column_names.index("experts"), "experts", pa.array(swapped, rows["experts"].type))
+        pq.write_table(rows, file, **plain)
+        assert file.stat().st_size == size
+        run = Run(run.path)
+        assert stored_analysis(run) is None
+        again = analyse(run)
+        assert again.counted_jobs == 2, "that part's, and the probes in it"
+        assert answers_of(again) == slow_answers(run)
+        assert stored_analysis(run) is not None
+
     def test_damaged_results_are_made_again(self, tmp_path):
         record(tmp_path / "run").flush()
         run = Run(tmp_path / "run")
@@ -167,7 +204,6 @@ class TestManyWriters:
         path = tmp_path / "run"
         writer = record(path, steps=range(6), probes=(0, 2, 4), flush_every=1)
         writer.flush()
-        early = {job.name for job in plan_analysis(Run(path)).jobs}
         writer.finalize("cancelled")
         resumed = RunWriter(path, manifest=model(*LAYERS), resume=True, **NEVER)
         for step in range(3, 8):
@@ -182,17 +218,12 @@ class TestManyWriters:
         settling, _ = slow_settling(run)
         assert {(r["layer"], r["router"], r["step"]) for r in analysis.table("settling").to_pylist()} == set(settling)
         assert {step for _, _, step in settling} == {0, 2, 4, 6}
-        assert early
 
     def test_a_resume_leaves_earlier_results_valid(self, tmp_path):
         path = tmp_path / "run"
         writer = record(path, steps=range(4), probes=(), flush_every=1)
         writer.flush()
         before = {job.name for job in plan_analysis(Run(path)).jobs}
-        second = RunWriter.__new__(
-            RunWriter
-        )  # the first writer is still open: resume from another process would refuse
-        del second
         writer.finalize("cancelled")
         closed = {job.name for job in plan_analysis(Run(path)).jobs}
         resumed = RunWriter(path, manifest=model(*LAYERS), resume=True, **NEVER)
@@ -260,6 +291,34 @@ class TestManyWriters:
         RunWriter(tmp_path / "empty", manifest=model(*LAYERS), **NEVER).flush()
         empty = analyse(Run(tmp_path / "empty"), keep=False)
         assert all(empty.table(name).num_rows == 0 for name in empty.tables)
+
+    def test_tokens_without_a_choice_at_any_probe(self, tmp_path):
+        writer = RunWriter(tmp_path / "run", manifest=model(LAYERS[0]), **NEVER)
+        for step in range(3):
+            place = {"phase": "probe", "layer": 1, "router": 0}
+            writer.log_decisions(step, **place, experts_TK=np.full((4, 2), -1), weights_TK=np.zeros((4, 2)))
+        writer.flush()
+        analysis = analyse(Run(tmp_path / "run"), keep=False)
+        assert analysis.table("fluctuation").num_rows == 0
+        rows = analysis.table("settling").to_pylist()
+        assert [(row["tokens"], row["saturation"], row["churn"]) for row in rows] == [(0, None, None)] * 3
+
+    def test_damaged_tokens_are_named_and_their_decisions_counted(self, tmp_path):
+        record(tmp_path / "run", probes=()).flush()
+        run = Run(tmp_path / "run")
+        whole = analyse(run, keep=False)
+        file = sorted((run.path / "tokens").iterdir())[0]
+        content = bytearray(file.read_bytes())
+        content[4:200] = bytes(196)
+        file.write_bytes(content)
+        run.refresh()
+        analysis = analyse(run)
+        assert [problem.partition(": ")[0] for problem in analysis.problems] == [f"tokens/{file.name}"]
+        for name in ("loads", "coactivation", "transitions"):
+            assert analysis.table(name).equals(whole.table(name)), name
+        pairs = [sum(one.table("repeats")["pairs"].to_pylist()) for one in (analysis, whole)]
+        assert 0 < pairs[0] < pairs[1]
+        assert analyse(run).counted_jobs == 1, "it is not kept as if it were whole"
 
     def test_another_writers_order_of_rows(self, tmp_path):
         """Token by token instead of router by router, without the columns that may be missing."""

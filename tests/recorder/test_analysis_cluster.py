@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,3 +77,29 @@ def test_the_command_on_a_cluster(run, cluster):
     again = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
     assert again["counted_jobs"] == 0
     assert again["layers"] == report["layers"]
+
+
+@pytest.mark.slow
+def test_no_workers_and_a_scheduler_that_goes_are_told_in_a_line(run):
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+    listening.close()
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    host, port = address.removeprefix("tcp://").split(":")
+    options = ["--host", host, "--port", port, "--no-dashboard"]
+    scheduler = subprocess.Popen([sys.executable, "-m", "distributed.cli.dask_scheduler", *options], **quiet)
+    try:
+        command = [sys.executable, "-m", "recorder.cli", "analyse", str(run.path), "--scheduler", address]
+        deadline = time.monotonic() + 60
+        while socket.socket().connect_ex((host, int(port))):
+            assert time.monotonic() < deadline, "the scheduler starts"
+            time.sleep(0.1)
+        asked = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        first = asked.stderr.readline()
+        assert first == f"routescope: {address} has no workers: waiting for one\n"
+    finally:
+        scheduler.kill()
+        scheduler.wait()
+    printed, errors = asked.communicate(timeout=120)
+    assert (asked.returncode, printed) == (1, "")
+    assert errors == f"routescope: --scheduler {address}: the scheduler has gone; what was kept so far stays\n"
