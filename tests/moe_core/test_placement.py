@@ -122,6 +122,7 @@ def test_more_replicas_than_ranks_share_one():
         (lambda: contiguous_placement(4, 5), "num_ranks=5 is more than num_experts=4"),
         (lambda: contiguous_placement(4, 2).rank_loads([1, 2, 3]), "4 experts"),
         (lambda: Placement.from_json({"ranks": [[0]]}), "no plan"),
+        (lambda: Placement.from_json({"num_experts": 2, "slots_per_rank": 2, "ranks": [[0, 1], [2]]}), "2 is outside"),
         (lambda: Placement.from_json({"num_experts": 2, "slots_per_rank": 1, "ranks": [[0]]}), r"experts \[1\] of 2"),
     ],
 )
