@@ -94,7 +94,8 @@ def table(frame: pd.DataFrame, *, key: str, columns: dict[str, Any] | None = Non
 
     columns  settings of columns (`st.column_config`), their definitions in the help texts above all
     """
-    st.dataframe(frame, hide_index=True, width="stretch", key=key, column_config=columns, placeholder="-")
+    shown = export.of_one_kind(frame)  # Streamlit does the same after a traceback in the server's log
+    st.dataframe(shown, hide_index=True, width="stretch", key=key, column_config=columns, placeholder="-")
     with st.container(horizontal=True, gap="small"):
         save_table(frame, key=key)
 

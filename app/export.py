@@ -27,16 +27,24 @@ def table_csv(frame: pd.DataFrame) -> bytes:
 
 
 def table_parquet(frame: pd.DataFrame) -> bytes:
-    """A table as Parquet; a column that mixes kinds of values (numbers and words) as text."""
-    columns = [_column(frame.iloc[:, place]) for place in range(frame.shape[1])]
+    """A table as Parquet, as `of_one_kind`."""
+    frame = of_one_kind(frame)
+    columns = [pa.array(frame.iloc[:, place], from_pandas=True) for place in range(frame.shape[1])]
     table = pa.Table.from_arrays(columns, names=[str(name) for name in frame.columns])
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd")
     return buffer.getvalue()
 
 
-def _column(values: pd.Series) -> pa.Array | pa.ChunkedArray:
-    try:
-        return pa.array(values, from_pandas=True)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return pa.array([None if pd.api.types.is_scalar(one) and pd.isna(one) else str(one) for one in values])
+def of_one_kind(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table whose columns that mix kinds of values (numbers and words) are text, as Arrow has no such columns."""
+    frame = frame.copy(deep=False)
+    for place in range(frame.shape[1]):
+        values = frame.iloc[:, place]
+        if values.dtype == object:
+            try:
+                pa.array(values, from_pandas=True)
+            except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+                texts = [None if pd.api.types.is_scalar(one) and pd.isna(one) else str(one) for one in values]
+                frame.isetitem(place, pd.Series(texts, index=frame.index, dtype=object))
+    return frame

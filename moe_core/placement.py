@@ -35,7 +35,9 @@ class Placement:
     def __post_init__(self) -> None:
         strange = self.experts_RS[(self.experts_RS < EMPTY) | (self.experts_RS >= self.num_experts)]
         if strange.size:
-            raise ValueError(f"expert {strange[0]} is outside 0..{self.num_experts - 1} (num_experts={self.num_experts})")
+            raise ValueError(
+                f"expert {strange[0]} is outside 0..{self.num_experts - 1} (num_experts={self.num_experts})"
+            )
         missing = np.flatnonzero(self.replicas == 0).tolist()
         if missing:
             raise ValueError(f"experts {missing} of {self.num_experts} are on no rank")

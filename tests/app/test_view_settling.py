@@ -1,5 +1,6 @@
 """Settling: saturation, churn and the last movers against the planted truth and against pandas on the files."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from planted import Planted, write_planted
+from streamlit import dataframe_util
 
 from app import settling
 
@@ -105,3 +107,13 @@ def test_titles_by_hand():
     assert settling.headline(dict.fromkeys(range(5), good)).startswith(
         "All 5 layers have 80% of their final choices in place from step 10 on"
     )
+
+
+def test_a_layer_with_two_routers_beside_one_with_one(shown, open_page, monkeypatch):
+    """Their names, "1 (router 0)" and 3, stand in one column: Streamlit mends that only after a traceback in the log."""
+    mended = []
+    monkeypatch.setattr(dataframe_util, "fix_arrow_incompatible_column_types", lambda *those: mended.append(those))
+    write_planted(shown / "run", dataclasses.replace(TRUTH, layers=(1, 1, 3), steps=20, moves=(0.4, 0.2)))
+    test = open_page("settling", run="run")
+    assert set(table(test, "saturation")["layer"]) == {"1 (router 0)", "1 (router 1)", "3"}
+    assert mended == []
