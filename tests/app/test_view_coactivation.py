@@ -77,10 +77,12 @@ def test_flows_are_those_of_the_files_and_stay_within_the_blocks(run, open_page)
     for place, experts in decisions(run, 1).items():
         for one, other in itertools.product(experts, following[place]):
             flow[one, other] += 1
+    taken = flow.sum(axis=0) / flow.sum()
     flow /= flow.sum(axis=1, keepdims=True)
     assert len(numbers) == 256
     for row in numbers.itertuples(index=False):
         assert row[2] == pytest.approx(flow[row[0], row[1]])
+        assert row[3] == pytest.approx(flow[row[0], row[1]] / taken[row[1]]), "times chance"
     order = [int(label) for label in figure(test, "transitions")["layout"]["yaxis"]["categoryarray"]]
     assert {frozenset(order[first : first + 4]) for first in range(0, 16, 4)} == {frozenset(block) for block in BLOCKS}
 

@@ -110,7 +110,7 @@ def test_titles_by_hand():
 
 
 def test_a_layer_with_two_routers_beside_one_with_one(shown, open_page, monkeypatch):
-    """Their names, "1 (router 0)" and 3, stand in one column: Streamlit mends that only after a traceback in the log."""
+    """Their names, "1 (router 0)" and 3, stand in one column: Streamlit mends that after a traceback in the log."""
     mended = []
     monkeypatch.setattr(dataframe_util, "fix_arrow_incompatible_column_types", lambda *those: mended.append(those))
     write_planted(shown / "run", dataclasses.replace(TRUTH, layers=(1, 1, 3), steps=20, moves=(0.4, 0.2)))
