@@ -235,7 +235,7 @@ def _check_table(name: str) -> None:
 
 def run_task(task: Task) -> Done:
     """What an executor is given to run. Decisions count without those tokens whose part cannot be read."""
-    problems = []
+    problems: list[str] = []
     while True:
         try:
             return task.count(), problems
