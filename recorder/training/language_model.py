@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,12 +12,15 @@ from torch import Tensor
 from moe_core import MoETransformer, MoETransformerConfig
 
 from .config import ToyConfig
-from .corpus import TokenBatch, build_corpus
+from .corpus import Corpus, TokenBatch, build_corpus
 from .task import Batch
 
 # First probabilities close to uniform: whoever is chosen learns, is chosen more, and the rest starve. With larger
 # first weights the router's random choices hold out longer, and 400 steps show less of that lesson.
 ROUTER_INIT_STD = 0.005
+
+# The built-in text never changes: a process that records several runs waits for it once. A user's files may.
+_builtin_corpus = lru_cache(maxsize=4)(build_corpus)
 
 
 class LanguageModelTask:
@@ -24,7 +29,8 @@ class LanguageModelTask:
     def __init__(self, config: ToyConfig) -> None:
         c = config
         self._config = config
-        self._corpus = build_corpus(c.corpus, vocab_size=c.vocab_size, seed=c.seed, seq_len=c.seq_len)
+        build: Callable[..., Corpus] = build_corpus if c.corpus else _builtin_corpus
+        self._corpus = build(c.corpus, vocab_size=c.vocab_size, seed=c.seed, seq_len=c.seq_len)
         self.model = build_model(config, self._corpus.vocab_size)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=c.lr)
         self.probe = self._batch(self._corpus.probe_batch(c.batch_size, c.seq_len, c.seed))
