@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import python
 
 from recorder import Run
 from recorder.verify import verify_run
@@ -47,7 +48,7 @@ README = python_blocks(ROOT / "README.md")
 @pytest.mark.parametrize("block", README, ids=[block.splitlines()[0][:40] for block in README])
 def test_readme_blocks_run(block, tmp_path):
     (tmp_path / "sample_runs").symlink_to(ROOT / "sample_runs")
-    run_python(tmp_path, "-c", block)
+    python(block, tmp_path)
 
 
 def test_a_plain_loop(tmp_path):
@@ -59,12 +60,12 @@ def test_a_plain_loop(tmp_path):
     assert run.load(0).sum(axis=1).tolist() == [2 * 2 * (4 * 16 - 5)] * 10
     assert run.steps("probe").step.tolist() == [4, 9]
 
-    run_python(tmp_path, "-c", writing)
+    python(writing, tmp_path)
     run = sound(tmp_path / "runs" / "writing")
     assert run.load(0, phase="generate").sum() == 2 * 2 * (8 + 5 - 1)  # the last token is written, not read
     assert run.tokens(0, phase="generate").token_id.notna().all()
 
-    run_python(tmp_path, "-c", resumed)
+    python(resumed, tmp_path)
     run = sound(tmp_path / "runs" / "resumed")
     assert run.steps("train").step.tolist() == list(range(10))
     assert run.steps("train").segment.tolist() == [0] * 4 + [1] * 6

@@ -1,11 +1,10 @@
 """The sample runs tell their lesson: figures of `routescope summary --json` over the last 50 steps."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from in_process import routescope
 
 SAMPLES = Path(__file__).parent.parent / "sample_runs"
 RUN_IDS = ("none", "aux-loss", "sign-bias", "quantile", "top2-shared")
@@ -16,9 +15,7 @@ BALANCED = ("aux-loss", "sign-bias", "quantile")
 def summaries():
     found = {}
     for run_id in RUN_IDS:
-        arguments = [sys.executable, "-m", "recorder.cli", "summary", str(SAMPLES / run_id), "--json"]
-        result = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=True)
-        found[run_id] = json.loads(result.stdout)
+        found[run_id] = json.loads(routescope("summary", SAMPLES / run_id, "--json").stdout)
         layers = ", ".join(
             f"layer {layer['layer']}: max_violation_window {layer['max_violation_window']:.2f}, "
             f"idle {layer['idle_experts']} of {layer['num_experts']}"

@@ -3,18 +3,19 @@
 Shapes: E experts, T tokens, K top-k.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import pytest
+from in_process import routescope
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
+from recorder.training import corpus as corpus_module
 from recorder.writer import RunWriter
 
 MAIN = Path(__file__).resolve().parents[2] / "app" / "main.py"
@@ -104,14 +105,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = "--num-layers 2 --moe-frequency 1 --d-model 16 --d-ff 32 --num-heads 2 --num-experts 8 --batch-size 4"
     often = "--seq-len 32 --steps 60 --probe-every 20 --decisions-every 10"
     corpus = ["--corpus", str(root / "recorder"), "--corpus", str(root / "moe_core")]
+    build_corpus = cache(corpus_module.build_corpus)  # both runs have the same text, which takes seconds
     for name, balancer in (("plain", "--balancer none"), ("aux", "--balancer aux --top-k 2")):
         options = [*small.split(), *often.split(), *balancer.split(), *corpus, "--name", name]
-        subprocess.run(
-            [sys.executable, "-m", "recorder.cli", "record", *options, "--out", str(folder)],
-            check=True,
-            capture_output=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        with mock.patch("recorder.training.language_model.build_corpus", build_corpus):
+            routescope("record", *options, "--out", folder).check_returncode()
         next(folder.glob(f"{name}-*")).rename(folder / name)
     return folder
 

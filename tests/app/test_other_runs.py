@@ -1,12 +1,10 @@
 """Runs that differ from the language model without limits: a regression (no text, no cross-entropy), a capacity."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_process import routescope
 from streamlit.testing.v1 import AppTest
 
 VIEWS = ("runs", "overview", "replay", "tokens", "layouts", "compare", "recording", "dispatch")
@@ -19,18 +17,12 @@ def unusual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unusual")
     often = ["--steps", "12", "--probe-every", "5", "--decisions-every", "5"]
     small = "--num-layers 2 --moe-frequency 1 --d-model 16 --d-ff 32 --num-heads 2 --num-experts 8 --batch-size 4"
-    text = ["--corpus", str(Path(__file__).parents[1] / "app")]
     for name, options in (
         ("regression", ["--task", "regression", "--batch-size", "32"]),
         ("regression-none", ["--task", "regression", "--batch-size", "32", "--balancer", "none"]),
-        ("capacity", [*small.split(), "--seq-len", "32", "--capacity-factor", "1.0", *text]),
+        ("capacity", [*small.split(), "--seq-len", "32", "--capacity-factor", "1.0"]),
     ):
-        subprocess.run(
-            [sys.executable, "-m", "recorder.cli", "record", *options, *often, "--run-id", name, "--out", str(folder)],
-            check=True,
-            capture_output=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
+        routescope("record", *options, *often, "--run-id", name, "--out", folder).check_returncode()
     return folder
 
 

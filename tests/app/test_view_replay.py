@@ -3,11 +3,8 @@
 import base64
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from in_process import routescope
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
@@ -28,11 +26,8 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a selection bias in layers 1 and 3, 8 experts each, 30 steps, really recorded. Only to be read."""
     folder = tmp_path_factory.mktemp("biased")
     small = "--steps 30 --num-experts 8 --batch-size 4 --seq-len 32 --d-model 16 --d-ff 32 --num-heads 2"
-    command = [sys.executable, "-m", "recorder.cli", "record", "--balancer", "sign-bias", *small.split()]
-    root = Path(__file__).resolve().parents[2]
-    command += ["--bias-rate", "0.01", "--corpus", str(root / "moe_core"), "--out", str(folder)]
-    # One thread: of two busy cores more threads only wait for each other.
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    options = ["--balancer", "sign-bias", "--bias-rate", "0.01", *small.split()]
+    routescope("record", *options, "--out", folder).check_returncode()
     return next(path for path in folder.iterdir() if (path / "run.json").exists())
 
 

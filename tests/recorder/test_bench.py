@@ -1,21 +1,15 @@
 """`routescope bench dispatch`: what it measures, prints and refuses."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from in_process import routescope
 
 from recorder.bench import _peak_bytes, measure_dispatch
 from recorder.dispatch_shape import DispatchShape
 
 SMALL = DispatchShape(d_model=16, d_ff=8, num_experts=4, top_k=2, num_tokens=30)
-
-
-def bench(*arguments):
-    command = [sys.executable, "-m", "recorder.cli", "bench", "dispatch", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_dispatchers_agree_and_every_one_is_timed():
@@ -75,15 +69,14 @@ def test_bad_rounds_and_names_are_named():
         measure_dispatch(SMALL, names=["magic"])
 
 
-@pytest.mark.slow
 def test_the_command_prints_a_table_or_json():
     options = ["--d-model", "16", "--d-ff", "8", "--num-experts", "4", "--tokens", "30", "--rounds", "2"]
-    plain = bench(*options, "--threads", "1")
+    plain = routescope("bench", "dispatch", *options, "--threads", "1")
     assert (plain.returncode, plain.stderr) == (0, "")
     assert "1 threads" in plain.stdout
     for name in ("dense", "routing", "auto", "naive", "masked", "sorted", "grouped"):
         assert f"\n{name} " in plain.stdout
-    told = bench(*options, "--json", "--progress")
+    told = routescope("bench", "dispatch", *options, "--json", "--progress")
     assert told.stderr.splitlines() == ["round 0 of 2", "round 1 of 2", "round 2 of 2"]
     result = json.loads(told.stdout)
     assert result["shape"]["num_tokens"] == 30
@@ -102,7 +95,7 @@ def test_the_command_prints_a_table_or_json():
     ],
 )
 def test_wrong_arguments_are_one_line(arguments, message):
-    result = bench(*arguments)
+    result = routescope("bench", "dispatch", *arguments)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

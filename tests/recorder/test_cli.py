@@ -1,4 +1,4 @@
-"""The `routescope` command as a person runs it: real processes, real runs."""
+"""The `routescope` command as a person runs it: real runs, and real processes wherever one of its own matters."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from in_process import routescope
 
 from recorder import cli, summary
 
@@ -23,11 +24,12 @@ def command(*arguments):
     return [sys.executable, "-m", "recorder.cli", *map(str, arguments)]
 
 
-def run(*arguments, cwd=None):
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, cwd=cwd)
+def run(*arguments):
+    """A process of its own."""
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
 
 
-def record(out, *arguments):
+def record(out, *arguments, run=routescope):
     result = run("record", *SMALL, "--out", out, *arguments)
     assert result.returncode == 0, result.stderr
     return result
@@ -36,7 +38,7 @@ def record(out, *arguments):
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     out = tmp_path_factory.mktemp("cli") / "runs"
-    result = record(out, "--run-id", "first", "--balancer", "aux", "--name", "A name")
+    result = record(out, "--run-id", "first", "--balancer", "aux", "--name", "A name", run=run)
     assert result.stdout.splitlines()[-1] == str(out / "first")
     return out
 
@@ -70,7 +72,6 @@ def test_a_run_has_what_was_asked_for(recorded):
     assert all(r["loss"] == pytest.approx(r["ce_loss"] + r["aux_loss"], rel=1e-6) for r in loss)
 
 
-@pytest.mark.slow
 def test_same_seed_same_run_and_another_seed_another(recorded, tmp_path):
     record(tmp_path, "--run-id", "again", "--balancer", "aux")
     record(tmp_path, "--run-id", "other", "--balancer", "aux", "--seed", "1")
@@ -130,7 +131,7 @@ def test_own_text_becomes_domains(tmp_path):
     ],
 )
 def test_wrong_arguments_are_one_clear_line_and_exit_2(tmp_path, options, message):
-    result = run("record", "--out", tmp_path / "runs", *options)
+    result = routescope("record", "--out", tmp_path / "runs", *options)
     lines = result.stderr.strip().splitlines()
     assert result.returncode == 2, result.stderr
     assert message in lines[-1]
@@ -141,7 +142,7 @@ def test_wrong_arguments_are_one_clear_line_and_exit_2(tmp_path, options, messag
 
 def test_a_taken_run_id_is_refused_and_nothing_is_lost(recorded):
     before = tables(recorded / "first")
-    result = run("record", *SMALL, "--out", recorded, "--run-id", "first")
+    result = routescope("record", *SMALL, "--out", recorded, "--run-id", "first")
     assert result.returncode == 2
     assert "first" in result.stderr.strip().splitlines()[-1]
     assert "Traceback" not in result.stderr
@@ -175,15 +176,15 @@ def test_cancelling_keeps_what_is_there(tmp_path, number):
 
 
 def test_runs_and_summary_print_json_for_programs(recorded):
-    rows = json.loads(run("runs", recorded, "--json").stdout)
+    rows = json.loads(routescope("runs", recorded, "--json").stdout)
     assert [row["run_id"] for row in rows] == ["first"]
     expected = {"run_id", "name", "path", "status", "balancer", "num_experts", "top_k", "last_step", "loss"}
     expected |= {"ce_loss", "max_violation", "max_violation_window", "dead_experts", "idle_experts", "tags"}
     assert set(rows[0]) == expected
-    summary = json.loads(run("summary", recorded / "first", "--json", "--window", "4").stdout)
+    summary = json.loads(routescope("summary", recorded / "first", "--json", "--window", "4").stdout)
     stats = pq.read_table(recorded / "first" / "layer_stats").to_pandas()
     train = stats[(stats.phase == "train") & (stats.step >= 2)]
-    full = json.loads(run("summary", recorded / "first", "--json").stdout)["layers"]
+    full = json.loads(routescope("summary", recorded / "first", "--json").stdout)["layers"]
     for key in ("max_violation", "max_violation_window"):  # one name, one meaning: the worst layer's
         assert rows[0][key] == max(layer[key] for layer in full)
     for layer in summary["layers"]:
@@ -196,13 +197,13 @@ def test_runs_and_summary_print_json_for_programs(recorded):
     last = steps[(steps.phase == "train") & (steps.step >= 2)]
     assert summary["losses"]["ce_loss"] == pytest.approx(last.ce_loss.mean())
     assert summary["window"] == 4
-    assert "max_violation_window" in run("summary", recorded / "first").stdout
-    assert "first" in run("runs", recorded).stdout
+    assert "max_violation_window" in routescope("summary", recorded / "first").stdout
+    assert "first" in routescope("runs", recorded).stdout
 
 
 def test_summary_finds_a_run_by_its_id_and_says_where_it_looked(recorded):
-    assert run("summary", "first", cwd=recorded.parent).returncode == 0
-    missing = run("summary", "nope", cwd=recorded.parent)
+    assert routescope("summary", "first", cwd=recorded.parent).returncode == 0
+    missing = routescope("summary", "nope", cwd=recorded.parent)
     assert missing.returncode == 2
     assert "nope" in missing.stderr
     assert "runs/nope" in missing.stderr
@@ -210,18 +211,18 @@ def test_summary_finds_a_run_by_its_id_and_says_where_it_looked(recorded):
 
 
 def test_unreadable_runs_and_empty_folders_are_said_in_one_line(tmp_path):
-    assert "no runs in" in run("runs", tmp_path).stdout
-    assert json.loads(run("runs", tmp_path, "--json").stdout) == []
+    assert "no runs in" in routescope("runs", tmp_path).stdout
+    assert json.loads(routescope("runs", tmp_path, "--json").stdout) == []
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
-    listed = run("runs", tmp_path)
+    listed = routescope("runs", tmp_path)
     assert listed.returncode == 0
     assert "broken" in listed.stderr
     assert "Traceback" not in listed.stderr
-    opened = run("summary", tmp_path / "broken")
+    opened = routescope("summary", tmp_path / "broken")
     assert opened.returncode == 1
     assert len(opened.stderr.strip().splitlines()) == 1
-    missing = run("runs", tmp_path / "nowhere")
+    missing = routescope("runs", tmp_path / "nowhere")
     assert missing.returncode == 2
     assert "nowhere" in missing.stderr
 
@@ -271,11 +272,11 @@ def test_an_odd_manifest_is_one_line_and_the_other_runs_are_listed(recorded, tmp
     manifest = json.loads((tmp_path / "odd" / "run.json").read_text())
     ODD[odd](manifest)
     (tmp_path / "odd" / "run.json").write_text(json.dumps(manifest))
-    listed = run("runs", tmp_path, "--json")
+    listed = routescope("runs", tmp_path, "--json")
     assert listed.returncode == 0
     assert [row["path"] for row in json.loads(listed.stdout)] == [str(tmp_path / "good")]
     assert len(listed.stderr.strip().splitlines()) == 1
-    opened = run("summary", tmp_path / "odd")
+    opened = routescope("summary", tmp_path / "odd")
     assert opened.returncode == 1
     assert len(opened.stderr.strip().splitlines()) == 1
     assert str(tmp_path / "odd") in opened.stderr
@@ -298,7 +299,7 @@ def test_one_run_that_fails_in_any_way_hides_no_other(recorded, capsys, monkeypa
 
 
 def test_summary_of_a_phase_that_is_not_there_names_those_that_are(recorded):
-    result = run("summary", recorded / "first", "--phase", "generate")
+    result = routescope("summary", recorded / "first", "--phase", "generate")
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr.endswith("first has no steps of --phase generate; it has train, probe\n"), result.stderr
@@ -312,7 +313,7 @@ def test_loads_that_are_all_null_are_one_line(recorded, tmp_path):
     nulls = pa.nulls(len(rows), rows.schema.field("load").type)
     pq.write_table(rows.set_column(place, "load", nulls), part)
     for arguments in (["runs", tmp_path], ["summary", tmp_path / "run"]):
-        result = run(*arguments)
+        result = routescope(*arguments)
         assert "Traceback" not in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
 
@@ -322,14 +323,14 @@ def test_parts_that_cannot_be_read_are_named(recorded, tmp_path):
     (part,) = (tmp_path / "run" / "steps").iterdir()
     part.write_bytes(b"")
     for arguments in (["runs", tmp_path], ["summary", tmp_path / "run"]):
-        result = run(*arguments)
+        result = routescope(*arguments)
         assert result.returncode == 0
         assert part.name in result.stderr
 
 
 def test_summary_says_how_many_steps_it_is_of(recorded):
-    assert "over the last 6 recorded training steps" in run("summary", recorded / "first").stdout
-    summary = json.loads(run("summary", recorded / "first", "--json").stdout)
+    assert "over the last 6 recorded training steps" in routescope("summary", recorded / "first").stdout
+    summary = json.loads(routescope("summary", recorded / "first", "--json").stdout)
     assert (summary["window"], summary["steps"]) == (50, 6)
 
 

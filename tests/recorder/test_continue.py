@@ -7,6 +7,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
+from in_process import routescope
 
 from recorder import cli
 from recorder.manifest import read_manifest
@@ -204,15 +205,9 @@ def change(path, **changes):
     (path / "run.json").write_text(json.dumps(manifest | changes))
 
 
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "recorder.cli", "record", *map(str, arguments)], capture_output=True, text=True
-    )
-
-
 def test_the_command_goes_on_under_the_name_it_has_now(cancelled):
     change(cancelled, name="Renamed since")
-    result = command("--continue", "cancelled", "--out", cancelled.parent)
+    result = routescope("record", "--continue", "cancelled", "--out", cancelled.parent)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == str(cancelled)
     run = Run(cancelled)

@@ -1,14 +1,13 @@
 """Every sentence of the diagnosis against runs whose truth is planted; balanced runs raise no alarm."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from diagnosed import alarms, file_loads, found
+from in_process import routescope
 from planted import Collapse, Planted, write_planted, write_rows
 
 from moe_core import metrics
@@ -269,12 +268,11 @@ def test_two_routers_of_a_layer_are_told_apart(tmp_path):
 
 def test_the_command_prints_them_and_has_them_in_its_json(tmp_path):
     run = write_planted(tmp_path / "run", Planted(phase="generate", collapse={3: Collapse(step=42, experts=(1, 2))}))
-    command = [sys.executable, "-m", "recorder.cli", "summary", str(run)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = routescope("summary", run).stdout
     assert "steps of phase generate" in text
     (finding,) = found(run, "collapsed")
     assert f"alarm: {finding.text}. [collapsed]" in text
-    report = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=True).stdout)
+    report = json.loads(routescope("summary", run, "--json").stdout)
     assert report["phase"] == "generate"
     assert report["diagnosis"] == [one.as_dict() for one in diagnose(Run(run))]
     told = next(one for one in report["diagnosis"] if one["rule"] == "collapsed")

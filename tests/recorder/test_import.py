@@ -10,6 +10,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import sglang_dumps as dumps
+from in_process import routescope
 
 from recorder import importers
 from recorder.importers import DumpError, import_dump
@@ -20,20 +21,11 @@ from recorder.summary import run_row, summarise
 from recorder.writer import RunWriter
 
 
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "recorder.cli", "import", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_the_path_is_printed_last_and_runs_pile_up(tmp_path):
     file = dumps.per_token(tmp_path / "expert_distribution_recorder_1764.25_0.pt")
     paths = []
     for _ in range(2):
-        result = command("sglang", file, "--out", tmp_path / "runs", "--name", "served")
+        result = routescope("import", "sglang", file, "--out", tmp_path / "runs", "--name", "served")
         assert result.returncode == 0, result.stderr
         paths.append(result.stdout.splitlines()[-1])
     assert len(set(paths)) == 2
@@ -62,7 +54,7 @@ def test_the_path_is_printed_last_and_runs_pile_up(tmp_path):
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, arguments, expected):
     monkeypatch.chdir(tmp_path)
     dumps.stat(tmp_path / "a.pt")
-    result = command(*arguments)
+    result = routescope("import", *arguments)
     assert result.returncode == 2
     assert expected in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -2,40 +2,33 @@
 
 import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from in_process import routescope
 
 from moe_core.balancers import BALANCER_NAMES
 from moe_core.dispatchers import DISPATCHER_NAMES
 from moe_core.recipe_catalog import RECIPES
 from recorder.reader import Run
 from recorder.summary import run_row, summarise
+from recorder.training import language_model
 from recorder.training.config import BALANCERS, DISPATCHERS, VARIANTS, ToyConfig
-from recorder.training.language_model import build_model
+from recorder.training.language_model import LanguageModelTask, build_model
 from recorder.training.loop import train
 from recorder.training.regression import RegressionTask
 
 TINY = ["--steps", "3", "--batch-size", "4", "--seq-len", "16", "--d-model", "32", "--d-ff", "16"]
 
 
-def command(*arguments):
-    line = [sys.executable, "-m", "recorder.cli", *map(str, arguments)]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # a busy machine would make the threads wait for each other
-    return subprocess.run(line, capture_output=True, text=True, timeout=240, env=one_thread)
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """The task as the command runs it with nothing else said."""
     out = tmp_path_factory.mktemp("regression")
-    result = command("record", "--task", "regression", "--run-id", "run", "--out", out)
+    result = routescope("record", "--task", "regression", "--run-id", "run", "--out", out)
     assert result.returncode == 0, result.stderr
     return out / "run", result
 
@@ -118,11 +111,11 @@ def test_summary_and_runs_say_null_for_the_cross_entropy(recorded):
     assert losses["ce_loss"] is None
     assert losses["loss"] > 0
     assert run_row(Run(path))["balancer"] == "aux"
-    printed = command("summary", path, "--json")
+    printed = routescope("summary", path, "--json")
     assert printed.returncode == 0, printed.stderr
     assert json.loads(printed.stdout)["losses"]["ce_loss"] is None
-    assert command("summary", path).returncode == 0
-    assert command("runs", path.parent).returncode == 0
+    assert routescope("summary", path).returncode == 0
+    assert routescope("runs", path.parent).returncode == 0
 
 
 @pytest.mark.parametrize("balancer", ["none", "quantile", "sign-bias+sequence-aux"])
@@ -154,6 +147,16 @@ def test_every_recipe_records(tmp_path, name, task):
         assert layer["activation"] == options.get("activation", "swiglu")
 
 
+def test_the_built_in_text_is_prepared_once_and_the_users_each_time(monkeypatch):
+    tiny = {"num_layers": 2, "seq_len": 16, "d_model": 32, "d_ff": 16}
+    none, aux = (LanguageModelTask(ToyConfig.of(balancer=name, **tiny)) for name in ("none", "aux"))
+    assert aux._corpus is none._corpus
+    monkeypatch.setattr(language_model, "build_corpus", lambda paths, **settings: pytest.fail(f"built of {paths}"))
+    LanguageModelTask(ToyConfig.of(**tiny))
+    with pytest.raises(pytest.fail.Exception, match="built of .'mine.txt'"):
+        LanguageModelTask(ToyConfig.of(corpus=("mine.txt",), **tiny))
+
+
 def test_what_is_typed_goes_before_the_recipe_and_the_rest_of_it_stays():
     config = ToyConfig.of(recipe="deepseek-v3", num_experts=32, bias_rate=0.5)
     router = build_model(config, 40).layers[1].mlp.router
@@ -169,7 +172,7 @@ def test_names_are_those_of_moe_core():
 
 
 def test_the_command_takes_recipe_and_latent_size(tmp_path):
-    result = command(
+    result = routescope(
         "record",
         *TINY,
         "--recipe",
@@ -217,7 +220,7 @@ def test_bad_settings_are_named(given, message):
     ],
 )
 def test_wrong_arguments_are_one_clear_line_and_exit_2(tmp_path, options, message):
-    result = command("record", "--out", tmp_path / "runs", *options)
+    result = routescope("record", "--out", tmp_path / "runs", *options)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr.strip().splitlines()[-1]
     assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""The `routescope` command on runs in an object store: real processes, a real S3 server."""
+"""The `routescope` command on runs in an object store: a real S3 server, and a real process where it writes there."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from in_process import routescope
 from test_cli import SMALL, command, run
 from toy_runs import layer, model, small_parts
 
@@ -23,17 +24,17 @@ def test_record_runs_and_summary(s3):
     assert result.stdout.splitlines()[-1] == f"{out}/first"
     stored = Run(f"{out}/first")
     assert (stored.status, stored.name, stored.last_step) == ("finished", "A name", 5)
-    [row] = json.loads(run("runs", out, "--json").stdout)
+    [row] = json.loads(routescope("runs", out, "--json").stdout)
     assert (row["run_id"], row["path"], row["status"]) == ("first", f"{out}/first", "finished")
-    told = json.loads(run("summary", f"{out}/first", "--json").stdout)
+    told = json.loads(routescope("summary", f"{out}/first", "--json").stdout)
     assert (told["last_step"], [layer["layer"] for layer in told["layers"]]) == (5, [1, 3])
-    again = run("record", *SMALL, "--out", out, "--run-id", "first")
+    again = routescope("record", *SMALL, "--out", out, "--run-id", "first")
     assert again.returncode == 2
     assert f"{out}/first already holds a run" in again.stderr
 
 
 def test_a_local_folder_of_that_name_is_never_made(s3, tmp_path):
-    result = run("record", *SMALL, "--out", f"{s3}/runs", "--steps", "2", cwd=tmp_path)
+    result = routescope("record", *SMALL, "--out", f"{s3}/runs", "--steps", "2", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert list(tmp_path.iterdir()) == []
     assert len(list_runs(f"{s3}/runs")) == 1
@@ -57,7 +58,7 @@ RECORD = ["record", *SMALL, "--out"]
 def test_what_cannot_be_is_said_in_one_line(s3, words, uri, said):
     uri = uri.format(s3=s3)
     started = time.monotonic()
-    result = run(*words, uri)
+    result = routescope(*words, uri)
     assert result.returncode in (1, 2)
     lines = [line for line in result.stderr.splitlines() if "step/s" not in line and line.strip()]
     assert len(lines) == 1, result.stderr
@@ -68,8 +69,8 @@ def test_what_cannot_be_is_said_in_one_line(s3, words, uri, said):
 
 
 def test_nothing_is_there(s3):
-    assert "nothing is stored under it" in run("runs", f"{s3}/none").stderr
-    result = run("summary", f"{s3}/none")
+    assert "nothing is stored under it" in routescope("runs", f"{s3}/none").stderr
+    result = routescope("summary", f"{s3}/none")
     assert result.returncode == 1
     assert f"no run at {s3}/none: nothing is stored under it" in result.stderr
 
@@ -109,7 +110,7 @@ server.serve_forever()
 def test_damage_is_told(s3):
     writer = small_parts(f"{s3}/one", steps=range(3))
     (writer.path / "steps" / "part-r00000-000001.parquet").put(b"")
-    result = run("summary", f"{s3}/one")
+    result = routescope("summary", f"{s3}/one")
     assert result.returncode == 0
     assert f"{s3}/one: cannot be read, and is left out: steps/part-r00000-000001.parquet" in result.stderr
     assert (locate(s3) / "one" / "run.json").is_file()
@@ -135,21 +136,21 @@ def test_verify_and_compact(s3):
     uri = f"{s3}/runs/killed"
     never_closed(uri)
     before = Run(uri).layer_stats()
-    checked = json.loads(run("verify", uri, "--json").stdout)
+    checked = json.loads(routescope("verify", uri, "--json").stdout)
     assert (checked["problems"], checked["status"], checked["path"], checked["parts"]) == ([], "unfinished", uri, 24)
-    done = run("compact", uri)
+    done = routescope("compact", uri)
     assert done.returncode == 0, done.stderr
     assert f"{uri}: 24 parts -> 4" in done.stdout
     assert Run(uri).layer_stats().equals(before)
     (part,) = storage.files(locate(uri) / "decisions", ".parquet")
     (locate(uri) / "decisions" / part).put(b"not Parquet")
-    broken = run("verify", uri)
+    broken = routescope("verify", uri)
     assert broken.returncode == 1
     assert f"decisions/{part}: " in broken.stdout
 
 
 def test_verify_and_compact_of_nothing(s3):
     for word in ("verify", "compact"):
-        result = run(word, f"{s3}/runs/none")
+        result = routescope(word, f"{s3}/runs/none")
         assert result.returncode == 1
         assert result.stderr == f"routescope: no run at {s3}/runs/none: nothing is stored under it\n"

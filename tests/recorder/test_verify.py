@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from in_process import routescope
 from toy_runs import NEVER, add_part, bare_run, full_model, good_parts, log_full_step, start
 
 from recorder.parts import part_name
@@ -463,28 +464,23 @@ def test_killed_and_unfinished(tmp_path):
     assert any("1 temporary file" in note for note in verify_run(tmp_path / "run").notes)
 
 
-def command(*arguments):
-    line = [sys.executable, "-m", "recorder.cli", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=120)
-
-
 def test_the_commands(run):
-    result = command("verify", run)
+    result = routescope("verify", run)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.count("\n") == 1
     assert "nothing wrong" in result.stdout
-    result = command("compact", run)
+    result = routescope("compact", run)
     assert result.returncode == 0
     assert "4 parts -> 4" in result.stdout
     (run / "steps" / part_name(0, 900)).write_bytes(b"")
-    result = command("verify", run)
+    result = routescope("verify", run)
     assert result.returncode == 1
     assert result.stdout.startswith(f"steps/{part_name(0, 900)}: ")
-    result = command("verify", run, "--json")
+    result = routescope("verify", run, "--json")
     report = json.loads(result.stdout)
     assert (result.returncode, report["ok"], report["status"]) == (1, False, "finished")
     assert [problem["file"] for problem in report["problems"]] == [f"steps/{part_name(0, 900)}"]
-    result = command("verify", run.parent / "none")
+    result = routescope("verify", run.parent / "none")
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
 
 
