@@ -82,14 +82,18 @@ def is_setting(name: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------- groups
 
 
-def group_fields(runs: Sequence[Compared]) -> list[str]:
-    """The settings worth grouping by: some runs agree in them and others do not, or they are of common interest."""
+def group_fields(runs: Sequence[Compared], asked: str | None = None) -> list[str]:
+    """The settings worth grouping by: some runs agree in them and others do not, or they are of common interest.
+
+    asked  one that stays if any run has it, even where every run is a group of its own: a link or a person named it
+    """
     each = [settings(one.run.manifest) for one in runs]
     fields = []
     for name in dict.fromkeys([*_ALWAYS, *(name for one in each for name in one)]):
         values = {_text(one.get(name, NOT_SAID)) for one in each}
         tells_some_apart = _differ(values) and len(values) < len(runs)
-        if is_setting(name) and (tells_some_apart or (name in _ALWAYS and len(values - {NOT_SAID}) == 1)):
+        common = name in _ALWAYS and len(values - {NOT_SAID}) == 1
+        if is_setting(name) and (tells_some_apart or common or (name == asked and values != {NOT_SAID})):
             fields.append(name)
     return fields
 

@@ -1,6 +1,6 @@
 """What figures of cells in rows and columns share: named axes without a grid, and a small scale beside them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -8,18 +8,34 @@ import plotly.graph_objects as go
 from app.figures.labels import category_ticks
 from app.figures.theme import Theme, palette
 
+_ROOM = 100  # characters of labels, a gap after each, that fit side by side under a figure beside the menu
+
 
 def category_axes(
-    fig: go.Figure, columns: Sequence[str], rows: Sequence[str], *, most_columns: int, most_rows: int
+    fig: go.Figure,
+    columns: Sequence[str],
+    rows: Sequence[str],
+    *,
+    most_columns: int,
+    most_rows: int,
+    short: Callable[[str], str] = str,
 ) -> None:
-    """One column and row for each name, columns from the left and rows from the top; at most so many are named."""
+    """One column and row for each name, columns from the left and rows from the top; at most so many are named.
+
+    Of long names fewer columns are named, as many as stand side by side without touching.
+    short: a name as it stands on an axis; hovering shows it in full.
+    """
+    longest = max((len(short(name)) for name in columns), default=0)
+    most_columns = min(most_columns, max(_ROOM // (longest + 1), 1))
     named = ((fig.update_xaxes, columns, most_columns), (fig.update_yaxes, rows, most_rows))
     for axis, labels, most in named:
+        ticks = category_ticks(labels, most)
         axis(
             type="category",
             categoryorder="array",
             categoryarray=list(labels),
-            tickvals=category_ticks(labels, most),
+            tickvals=ticks,
+            ticktext=[short(name) for name in ticks],
             showgrid=False,
             ticks="",
             tickangle=0,

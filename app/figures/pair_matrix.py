@@ -70,8 +70,14 @@ def pair_matrix(
         y_title=row_title,
     )
     fig.update_layout(plot_bgcolor=p.no_data)
-    category_axes(fig, columns, rows, most_columns=40, most_rows=32)
+    category_axes(fig, columns, rows, most_columns=40, most_rows=32, short=_block)
     return fig
+
+
+def _block(name: str) -> str:
+    """ "63 +5" for the six experts of "63, 464, ..."."""
+    first, *others = name.split(", ")
+    return f"{first} +{len(others)}" if others else first
 
 
 def _pooled(share: NDArray[np.float64], order: NDArray[np.int64]) -> tuple[NDArray[np.float64], list[str]]:

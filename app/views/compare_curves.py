@@ -73,7 +73,7 @@ def show(compared: Sequence[Compared], found: Sequence[Measured], layer: int, wi
 
 
 def _arrange(compared: Sequence[Compared]) -> Arrangement:
-    fields = comparison_settings.group_fields(compared)
+    fields = comparison_settings.group_fields(compared, state.wanted("group"))
     group_, smoothing_, x_ = st.columns(3)
     with group_:
         by = state.pick_option(

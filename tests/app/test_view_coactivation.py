@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from planted import Planted, write_planted
 
+from app.figures.pair_matrix import pair_matrix
+
 BLOCKS = ((0, 5, 9, 12), (1, 4, 10, 15), (2, 7, 8, 13), (3, 6, 11, 14))
 TRUTH = Planted(steps=60, blocks=BLOCKS, moves=(0.3, 0.2))
 
@@ -134,3 +136,15 @@ def test_more_experts_than_pixels_are_pooled_by_their_maximum(shown, open_page):
     assert len(picture["layout"]["xaxis"]["categoryarray"]) == 80
     assert "pooled to 80 rows and 80 columns" in picture["layout"]["title"]["text"]
     assert len(table(test, "with expert")) == 10_000
+
+
+@pytest.mark.parametrize("experts", [16, 64, 100, 160, 512])
+def test_names_under_a_matrix_of_many_experts_do_not_run_into_each_other(experts):
+    order_E = np.random.default_rng(0).permutation(experts)
+    names = {"row_title": "of the tokens of", "column_title": "use", "hover": "", "title": "Pairs"}
+    figure = pair_matrix(np.full((experts, experts), 0.1), order_E, order_E, limit=1.0, **names)
+    labels = figure.layout.xaxis.ticktext
+    assert len(labels) >= 8
+    # a digit is 7 pixels wide; the cells are about 730 wide beside the menu in a window of 1,280
+    assert set(figure.layout.xaxis.tickvals) <= set(figure.layout.xaxis.categoryarray)
+    assert sum(7 * (len(label) + 1) for label in labels) <= 730

@@ -146,6 +146,13 @@ def test_groups_have_means_and_spreads_and_say_of_how_many(twelve: Path, compare
     assert f"aux {aux.mean():.4g} ± {aux.std(ddof=1):.2g} (4 runs)" in title(loss)
 
 
+def test_a_link_that_groups_by_a_setting_keeps_it_where_every_run_is_a_group_of_its_own(compare: Open) -> None:
+    test = compare("aux0", "none0", group="balancer")
+    assert test.query_params["group"] == "balancer"
+    assert "aux and none have one run, so no spread" in words(test)
+    assert panels(titled(test, "Cross-entropy")) == ["balancer aux (1 run)", "balancer none (1 run)"]
+
+
 # -------------------------------------------------------------------------------------------------------- colours
 
 
