@@ -6,26 +6,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import streamlit as st
 
-from app import state
+from app import presses, state
 
 FRAME_S = 0.5  # seconds a frame stays; a figure of a few hundred cells draws well within it
 SPEEDS = (1, 2, 5, 10, 20, 50, 100)  # recorded steps per frame
 _FRAMES = 60  # the speed offered first plays a whole run in about this many frames
-
-# A radio button that has just been clicked keeps the space key for itself, though it has nothing left to choose.
-_SPACE_ON_RADIO = """<script>
-if (!window.routescopeSpace) {
-  window.routescopeSpace = true;
-  document.addEventListener("keydown", (event) => {
-    const play = document.querySelector(".st-key-play button");
-    const radio = event.target.closest?.("[role=radio][aria-checked=true]");
-    if (event.key !== " " || !play || !radio) return;
-    event.preventDefault();
-    event.stopImmediatePropagation();
-    play.click();
-  }, true);
-}
-</script>"""
 
 _NEXT_AT = "_player_next_at"
 _SPEED = "player_speed"
@@ -34,7 +19,8 @@ _SPEED = "player_speed"
 def replay(steps: Iterable[int], draw: Callable[[int], None], *, label: str = "Step") -> None:
     """Draw the controls and, below them, `draw(step)`; while playing, only these are drawn again.
 
-    The keys left, right and space press Previous, Next and Play, save in a field that takes them itself.
+    The keys left, right and space press Previous, Next and Play, save in a field that takes them itself. Presses that
+    come faster than the page is drawn add up.
 
     `draw` runs inside a fragment: load what does not depend on the step outside and let `draw` close over it;
     give its charts fixed keys, so that they are updated in place. One step alone has no controls. The step is
@@ -44,13 +30,12 @@ def replay(steps: Iterable[int], draw: Callable[[int], None], *, label: str = "S
     """
     steps_S = np.asarray(list(steps), dtype=np.int64)
     playing = bool(st.session_state.get("playing")) and steps_S.size > 1
-    if steps_S.size > 1:
-        st.html(_SPACE_ON_RADIO, unsafe_allow_javascript=True)
     st.fragment(_frame, run_every=FRAME_S if playing else None)(steps_S, draw, label)
 
 
 def _frame(steps_S: np.ndarray, draw: Callable[[int], None], label: str) -> None:
     if steps_S.size > 1:
+        _follow_presses(steps_S)
         _advance(steps_S)
         with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
             _buttons(steps_S)
@@ -60,6 +45,17 @@ def _frame(steps_S: np.ndarray, draw: Callable[[int], None], label: str) -> None
     else:
         step = state.pick_step(steps_S, label=label)
     draw(step)
+    if steps_S.size > 1:
+        presses.count(playing=bool(st.session_state.get("playing")))
+
+
+def _follow_presses(steps_S: np.ndarray) -> None:
+    pressed = presses.take()
+    if pressed.moves and not st.session_state.get("playing"):
+        _move(steps_S, pressed.moves)
+    if pressed.plays % 2:
+        _toggle(steps_S)
+        st.rerun()  # the clock of a fragment is set where the whole page runs
 
 
 def _advance(steps_S: np.ndarray) -> None:
@@ -85,7 +81,7 @@ def _buttons(steps_S: np.ndarray) -> None:
     here = _here(steps_S)
     st.button(
         "Previous",
-        key="step_back",
+        key=presses.BACK,
         icon=":material/skip_previous:",
         shortcut="Left",
         help="One recorded step back",
@@ -95,7 +91,7 @@ def _buttons(steps_S: np.ndarray) -> None:
     )
     if st.button(
         "Pause" if playing else "Play",
-        key="play",
+        key=presses.PLAY,
         icon=":material/pause:" if playing else ":material/play_arrow:",
         shortcut="Space",
         type="primary",
@@ -105,7 +101,7 @@ def _buttons(steps_S: np.ndarray) -> None:
         st.rerun()  # the clock of a fragment is set where the whole page runs
     st.button(
         "Next",
-        key="step_forward",
+        key=presses.FORWARD,
         icon=":material/skip_next:",
         shortcut="Right",
         help="One recorded step forward",
