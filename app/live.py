@@ -1,6 +1,7 @@
 """A run that is still written: is it alive, and pages that keep up with it without losing their place."""
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import streamlit as st
 
 from app import data, state
 from app.text import duration, plain
-from app.words import count
+from app.words import count, listed
 from recorder.manifest import heartbeat_age
 from recorder.reader import Run
 from recorder.storage import Place
@@ -86,6 +87,41 @@ def _watch(path: Place, drawn: int | None) -> None:
         elif st.button("Show the newest", key="show_newest", disabled=not grown):
             st.rerun()
     _others(path)
+
+
+def keep_up_with(runs: Sequence[tuple[str, Run]]) -> None:
+    """The same for a page of several runs, each with what a person calls it; nothing where none of them is running."""
+    running = [(label, run.path, run.last_step) for label, run in runs if run.status == "running"]
+    if running:
+        st.session_state[_SHOWN_AT] = time.monotonic()
+        st.fragment(_watch_several, run_every=CHECK_S)(running)
+
+
+def _watch_several(drawn: Sequence[tuple[str, Place, int | None]]) -> None:
+    said, grown = [], False
+    for label, path, shown in drawn:
+        run, _ = data.open_run(path)
+        if run is None or run.status != "running":
+            st.rerun()
+            return
+        now = pulse(run)
+        if now.stalled:
+            st.warning(f"**{plain(label)}** says it is running, but gives {now.words}. Its last step is {run.last_step}.")
+        grown = grown or run.last_step != shown
+        said.append(f"{plain(label)} {_how_far(run.last_step, shown)}")
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.caption(f"Still recording: {listed(said)}.")
+        if not st.toggle("Follow", value=True, key=_FOLLOW, help="Draw the page again as the runs grow."):
+            if st.button("Show the newest", key="show_newest", disabled=not grown):
+                st.rerun()
+        elif grown and not st.session_state.get("playing") and _rested():
+            st.rerun()
+
+
+def _how_far(last: int | None, shown: int | None) -> str:
+    if last is None:
+        return "has no step yet"
+    return f"is at step {last}" + ("" if last == shown else f", shown to {shown}" if shown is not None else "")
 
 
 def _rested() -> bool:

@@ -17,6 +17,7 @@ from app import (
     diagnosis_panel,
     folders,
     layer_keys,
+    live,
     pickers,
     state,
     words,
@@ -50,6 +51,7 @@ def render() -> None:
             state.choose(runs=default)
         picked = pickers.pick_runs(default=default, max_runs=MAX_RUNS)
     compared = _usable(picked)
+    live.keep_up_with([(one.label, run) for one, run in picked])
     if len(compared) < 2:
         st.info("Pick two runs or more above, each with a recorded load, to compare them.")
         return

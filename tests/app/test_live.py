@@ -122,3 +122,30 @@ def grow(writer: RunWriter, steps: range) -> None:
                 step, layer=layer, router=router, tokens=8, load=load_E, gate_mass=load_E, mean_prob=np.full(4, 0.25)
             )
     writer.flush()
+
+
+def test_compare_says_how_far_running_runs_are_and_grows_with_them(
+    shown: Path, write_run: Write, open_page: Open
+) -> None:
+    write_run(shown, "done", range(8))
+    manifest = json.loads((shown / "done" / "run.json").read_text())
+    writer = RunWriter(shown / "a", manifest=manifest | {"name": "a"})
+    grow(writer, range(6))
+    newest, chosen = (open_page("compare", runs=["a", "done"], **at) for at in ({}, {"step": 2}))
+    assert "Still recording: a is at step 5." in words(newest)
+    assert [test.slider(key="step").value for test in (newest, chosen)] == [5, 2]
+    grow(writer, range(6, 8))
+    for test in (newest, chosen):
+        test.run()  # as the page does by itself when it sees that the run has grown
+        assert "Still recording: a is at step 7." in words(test)
+    assert [test.slider(key="step").value for test in (newest, chosen)] == [7, 2]
+    writer.finalize("finished")
+    assert "Still recording" not in words(newest.run())
+
+
+def test_compare_names_the_run_that_hangs(shown: Path, write_run: Write, open_page: Open) -> None:
+    write_run(shown, "done", range(8))
+    write_run(shown, "a", range(5), status="running")
+    beat(shown / "a", 200)
+    said = words(open_page("compare", runs=["a", "done"]))
+    assert "**a** says it is running, but gives no sign of life for 3 min 2" in said
