@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pandas as pd
 import streamlit as st
 
-from app import export, export_images, navigation, state
+from app import export, export_images, narrow_title, navigation, state
 
 _CONFIG = {
     "displaylogo": False,
@@ -32,6 +32,7 @@ def show(
     numbers: pd.DataFrame | None = None,
     selectable: bool = False,
     saveable: bool = True,
+    titled: bool = True,
 ) -> list[dict[str, Any]]:
     """Draw a plotly figure over the full width, and under it its numbers and itself to take away.
 
@@ -40,10 +41,13 @@ def show(
     numbers     a row for each thing drawn; nothing is offered without it
     selectable  True makes a click run the page (or fragment) again
     saveable    False where the caller offers `save` elsewhere
+    titled      False where the caller puts the title as text for narrow screens elsewhere
     Returns the points of a click that has not been returned before, each a dict with "customdata" where the
     figure has it; [] otherwise. Streamlit alone would report it again on every run until the next click.
     """
     points: list[dict[str, Any]] = []
+    if titled:
+        narrow_title.show(figure, key=key)
     common: dict[str, Any] = {"key": key, "theme": None, "width": "stretch", "config": _CONFIG, "alt": alt}
     if selectable:
         event = st.plotly_chart(figure, on_select="rerun", selection_mode="points", **common)

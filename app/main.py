@@ -4,7 +4,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import navigation, pickers, record_form, sidebar, state
+from app import charts, navigation, pickers, record_form, sidebar, state, theme_change
 from app.text import plain
 from recorder.storage import StorageError
 
@@ -31,4 +31,5 @@ try:
     page.run()
 except StorageError as error:  # between the look at the run and the reading of its rows
     st.error(plain(str(error)), icon=":material/cloud_off:")
+theme_change.watch(charts.theme())
 state.finish()

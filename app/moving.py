@@ -8,7 +8,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, export_images
+from app import charts, export_images, narrow_title
 
 # A line over load colours, white in the middle of the scale in both themes: dark, with a light rim.
 DARK, LIGHT = "#14181d", "#ffffff"
@@ -33,13 +33,16 @@ def show(figure: Any, *, key: str, alt: str, selectable: bool = False) -> list[d
             content[1 - at] = None  # of another layer or run: it would keep its room
         places[key] = (at, content)
     points: list[dict[str, Any]] = []
+    narrow_title.show(figure, key=f"{key}_places")
     with st.container(key=f"{key}_places"):
         for place in (0, 1):
             with st.container(key=f"{key}_place_{place}"):
                 if content[place] is None:
                     continue
                 _, drawn, text = content[place]
-                found = charts.show(drawn, key=f"{key}_{place}", alt=text, selectable=selectable, saveable=False)
+                found = charts.show(
+                    drawn, key=f"{key}_{place}", alt=text, selectable=selectable, saveable=False, titled=False
+                )
                 points = found if place == at else points
         # Last: put on top before its new figure has come, the place would show the one before the old one.
         _style(key, at, figure.layout.height)
@@ -49,10 +52,11 @@ def show(figure: Any, *, key: str, alt: str, selectable: bool = False) -> list[d
 
 
 def line_at(container_key: str, *, left: str, top: int, height: int) -> None:
-    """A vertical line over a chart that itself does not change. left: CSS length from the container's left edge."""
+    """A vertical line over the one chart of a container, which does not change itself. left: CSS length in the chart."""
+    frame = f".st-key-{container_key} [data-testid=stFullScreenFrame]"
     st.html(
-        f"<style>.st-key-{container_key} {{position: relative}} "
-        f".st-key-{container_key}::after {{content: ''; position: absolute; pointer-events: none; z-index: 2; "
+        f"<style>{frame} {{position: relative}} "
+        f"{frame}::after {{content: ''; position: absolute; pointer-events: none; z-index: 2; "
         f"left: {left}; top: {top}px; height: {height}px; width: 2px; background: {DARK}; "
         f"box-shadow: 0 0 0 1.5px {LIGHT}}}</style>"
     )
@@ -61,7 +65,7 @@ def line_at(container_key: str, *, left: str, top: int, height: int) -> None:
 def _style(key: str, at: int, height: int) -> None:
     stack, now, old = (f".st-key-{key}_{name}" for name in ("places", f"place_{at}", f"place_{1 - at}"))
     st.html(
-        f"<style>{stack} {{position: relative; min-height: {height}px}} "
+        f"<style>{stack} {{position: relative; min-height: calc({height}px - var(--rs-cut, 0px))}} "
         f".st-key-{key}_place_1 {{position: absolute; top: 0; left: 0; width: 100%}} "
         f"{now} {{z-index: 1; visibility: visible; transition: none}} "
         f"{old} {{z-index: 0; visibility: hidden; transition: visibility 0s {_OLD_FOR_S}s}}</style>"

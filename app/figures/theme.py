@@ -289,6 +289,7 @@ def mix(colour: str, ground: str, share: float) -> str:
 TITLE_SIZE = 18
 _TITLE_LINE = 24  # pixels
 _NOTE_LINE = 18
+_NOTE = '<br><span style="'
 
 
 def figure_layout(
@@ -317,18 +318,14 @@ def figure_layout(
     p = palette(theme)
     title_text = wrap(title, wrap_at) if title else ""
     note_text = wrap(note, round(wrap_at * 1.6)) if note else ""
-    top = 14 + head
-    if title_text:
-        top += _TITLE_LINE * (title_text.count("<br>") + 1)
-    if note_text:
-        top += 4 + _NOTE_LINE * (note_text.count("<br>") + 1)
+    top = 14 + head + _title_room(title_text, note_text)
     legend_room = _legend_height(fig, wrap_at) if legend else 0
     top += legend_room
     total = height + top
     text = f"<b>{title_text}</b>" if title_text else ""
     if note_text:
         # Not plotly's own subtitle: its distance ignores how many lines the title has.
-        text += f'<br><span style="font-size:13px;color:{p.muted};font-weight:normal">{note_text}</span>'
+        text += f'{_NOTE}font-size:13px;color:{p.muted};font-weight:normal">{note_text}</span>'
     # plotly places the top of a single line, but the baseline of the first of several lines, at y.
     from_top = 8 + (round(0.7 * TITLE_SIZE) if "<br>" in text else 0)
     # What is the same in every figure is its template's, made once: to set it one by one costs ten times as much.
@@ -346,6 +343,19 @@ def figure_layout(
     if y_title is not None:
         fig.update_yaxes(title_text=y_title)
     return fig
+
+
+def _title_room(title: str, note: str) -> int:
+    """Pixels that a title and its note take, broken into lines."""
+    room = _TITLE_LINE * (title.count("<br>") + 1) if title else 0
+    return room + (4 + _NOTE_LINE * (note.count("<br>") + 1) if note else 0)
+
+
+def title_parts(fig: go.Figure) -> tuple[str, str, int]:
+    """Title and note of a figure with the house layout, each as one line of HTML, and the pixels they take in it."""
+    title, _, note = (fig.layout.title.text or "").removeprefix("<b>").partition(_NOTE)
+    title, note = title.removesuffix("</b>"), note.partition(">")[2].removesuffix("</span>")
+    return title.replace("<br>", " "), note.replace("<br>", " "), _title_room(title, note)
 
 
 def _legend_height(fig: go.Figure, wrap_at: int) -> int:
