@@ -147,7 +147,7 @@ def choose(**choices: Any) -> None:
         if value is None:
             _wanted().pop(name, None)
         else:
-            _wanted()[name] = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+            _wanted()[name] = _as_texts(value)
     _write_from_fragment()
 
 
@@ -184,7 +184,7 @@ def pick_option(
         "format_func": format_func,
         "key": name,
         "help": help,
-        "on_change": _store,
+        "on_change": _store_options,
         "args": (name,),
     }
     if len(options) <= MAX_BUTTONS and not as_list:
@@ -222,7 +222,7 @@ def pick_options(
         help=help,
         placeholder=placeholder,
         max_selections=max_selections,
-        on_change=_store,
+        on_change=_store_options,
         args=(name,),
     )
 
@@ -319,9 +319,7 @@ def pick_window(*, default: int = WINDOW, label: str = "Window (steps)") -> int:
 
 def show(name: str, value: Any) -> None:
     """Say what is shown on this page for `name`, so that the URL carries it: for choices with widgets of their own."""
-    st.session_state.setdefault(_SHOWN, {})[name] = (
-        [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    )
+    st.session_state.setdefault(_SHOWN, {})[name] = _as_texts(value)
     _write_from_fragment()
 
 
@@ -338,6 +336,10 @@ def nearest_step(steps_S: np.ndarray, text: str | None, *, default: int | None =
     right = int(np.searchsorted(steps_S, min(max(target, int(steps_S[0])), int(steps_S[-1]))))
     left = max(right - 1, 0)
     return int(min(steps_S[left], steps_S[right], key=lambda step: (abs(int(step) - target), int(step))))
+
+
+def _as_texts(value: Any) -> list[str]:
+    return [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _wanted() -> dict[str, list[str]]:
@@ -365,9 +367,23 @@ def _fill(key: str, value: Any, range_: tuple[Any, ...]) -> None:
     drawn[key] = range_
 
 
+# A page that draws itself again (a replay that plays, a run that grows) is asked to while the browser has not yet taken
+# in what the draw before has set. The browser then sends what widgets showed until then, and Streamlit calls that a
+# change: of a slider whose range has grown, of an option that has another label. Nobody has chosen anything.
+
+
 def _store(name: str) -> None:
-    """Widget callback: what the widget shows is now wanted."""
-    choose(**{name: st.session_state[name]})
+    """Widget callback: what the widget shows is now wanted, if it is not what the page shows in any case."""
+    value = st.session_state[name]
+    if _as_texts(value) != st.session_state.get(_SHOWN, {}).get(name):
+        choose(**{name: value})
+
+
+def _store_options(name: str) -> None:
+    """Widget callback: the same, and what is no option (any more) is no choice."""
+    options = {str(option) for option, _ in st.session_state.get(_DRAWN, {}).get(name, ())}
+    if options.issuperset(_as_texts(st.session_state[name])):
+        _store(name)
 
 
 def _store_text(name: str) -> None:

@@ -216,3 +216,42 @@ def test_the_real_pages_share_the_run_of_the_url(
     fallen_back = open_page("recording", run="../a")
     assert fallen_back.sidebar.selectbox(key="run").value == "b", "the newest"
     assert any("There is no run" in caption.value for caption in fallen_back.sidebar.caption)
+
+
+STALE = """
+import streamlit as st
+from app import state
+
+def late(name, value):
+    st.session_state[name] = value
+    (state._store if name == "step" else state._store_options)(name)
+
+state.begin("replay")
+steps = st.session_state.setdefault("test_steps", range(10))
+label = st.session_state.setdefault("test_label", "{} (running)")
+state.pick_step(steps)
+state.pick_option("run", "Run", ["a", "b"], default="b", format_func=label.format, as_list=True)
+state.pick_options("runs", "Runs", ["a", "b"], default=["b"], format_func=label.format)
+for name, value in (("step", 9), ("step", 4), ("run", "b (running)"), ("runs", ["a (running)"]), ("runs", ["a"])):
+    st.button(f"{name} {value}", on_click=late, args=(name, value))
+state.finish()
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        pytest.param("step 9", {}, id="the step that is shown in any case"),
+        pytest.param("step 4", {"step": "4"}, id="a step"),
+        pytest.param("run b (running)", {}, id="what is no option any more"),
+        pytest.param("runs ['a (running)']", {}, id="nor any of several"),
+        pytest.param("runs ['a']", {"runs": "a"}, id="an option"),
+    ],
+)
+def test_what_the_browser_says_late_is_no_choice(told: str, wanted: dict[str, str]) -> None:
+    test = AppTest.from_string(STALE, default_timeout=60)
+    drawn(test)
+    test.session_state["test_label"] = "{}"
+    next(button for button in test.button if button.label == told).click()
+    drawn(test)
+    assert dict(test.query_params) == wanted
