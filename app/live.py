@@ -67,8 +67,7 @@ def keep_up(run: Run) -> None:
 def _watch(path: Place, drawn: int | None) -> None:
     run, _ = data.open_run(path)
     if run is None or run.status != "running":
-        st.rerun()
-        return
+        state.draw_again()
     grown = run.last_step != drawn
     follows = state.page() in FOLLOWING
     with st.container(horizontal=True, vertical_alignment="center"):
@@ -83,7 +82,7 @@ def _watch(path: Place, drawn: int | None) -> None:
                 state.choose(step=None)
                 st.rerun()
             if grown and not st.session_state.get("playing") and _rested():
-                st.rerun()
+                state.draw_again()
         elif st.button("Show the newest", key="show_newest", disabled=not grown):
             st.rerun()
     _others(path)
@@ -102,11 +101,12 @@ def _watch_several(drawn: Sequence[tuple[str, Place, int | None]]) -> None:
     for label, path, shown in drawn:
         run, _ = data.open_run(path)
         if run is None or run.status != "running":
-            st.rerun()
-            return
+            state.draw_again()
         now = pulse(run)
         if now.stalled:
-            st.warning(f"**{plain(label)}** says it is running, but gives {now.words}. Its last step is {run.last_step}.")
+            st.warning(
+                f"**{plain(label)}** says it is running, but gives {now.words}. Its last step is {run.last_step}."
+            )
         grown = grown or run.last_step != shown
         said.append(f"{plain(label)} {_how_far(run.last_step, shown)}")
     with st.container(horizontal=True, vertical_alignment="center"):
@@ -115,7 +115,7 @@ def _watch_several(drawn: Sequence[tuple[str, Place, int | None]]) -> None:
             if st.button("Show the newest", key="show_newest", disabled=not grown):
                 st.rerun()
         elif grown and not st.session_state.get("playing") and _rested():
-            st.rerun()
+            state.draw_again()
 
 
 def _how_far(last: int | None, shown: int | None) -> str:

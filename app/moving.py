@@ -52,7 +52,7 @@ def show(figure: Any, *, key: str, alt: str, selectable: bool = False) -> list[d
 
 
 def line_at(container_key: str, *, left: str, top: int, height: int) -> None:
-    """A vertical line over the one chart of a container, which does not change itself. left: CSS length in the chart."""
+    """A vertical line over the one chart of a container, which itself does not change. left: CSS length in it."""
     frame = f".st-key-{container_key} [data-testid=stFullScreenFrame]"
     st.html(
         f"<style>{frame} {{position: relative}} "

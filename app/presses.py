@@ -20,7 +20,7 @@ const GATHER = 60, PATIENCE = 5000;
 const FIELD = "input, textarea, select, canvas, [contenteditable=true], [role=slider], [role=radio], [role=tab], " +
   "[role=combobox], [role=listbox], [role=menu], [role=dialog]";
 
-function count(place) {
+function count() {
   const its = { sum: null, sent: null, busy: 0, timer: 0 };
   const same = (one, other) => one.moves === other.moves && one.plays === other.plays;
   const send = () => {
@@ -70,7 +70,7 @@ function count(place) {
 }
 
 export default function({ parentElement, data, setStateValue }) {
-  const its = (parentElement.routescopePresses ??= count(parentElement));
+  const its = (parentElement.counted ??= count());
   its.follow(data, setStateValue);
   return its.stop;
 }

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import data, jobs, navigation, watch
+from app import data, jobs, navigation, state, watch
 from app.text import plain
 
 _REFRESH_S = 2.0
@@ -22,7 +22,7 @@ def _lines(expected: list[str], page: str) -> None:
     found = watch.all_jobs()
     active, waiting = watch.active(found), watch.waiting(found)
     if {job.run_id for job in (*active, *waiting)} != set(expected):
-        st.rerun()  # one has ended: the run picker, and the clock of this fragment, belong to the whole page
+        state.draw_again()  # one has ended: the run picker, and the clock of this fragment, belong to the whole page
     for job in active:
         run, _ = data.open_run(job.run_path)
         progress = jobs.progress(job, run)
@@ -41,11 +41,11 @@ def _lines(expected: list[str], page: str) -> None:
 
 
 def _ended(job: jobs.Job) -> None:
-    state = jobs.state(job)
+    ended = jobs.state(job)
     run, _ = data.open_run(job.run_path)
-    st.caption(f"{plain(watch.name_of(job, run))}: {state}")
+    st.caption(f"{plain(watch.name_of(job, run))}: {ended}")
     with st.container(horizontal=True):
-        if state != "failed" and watch.can_open(job):
+        if ended != "failed" and watch.can_open(job):
             if st.button("Open the run", key=f"notice_open_{job.run_id}"):
                 watch.open_run(job)
         elif st.button("See why", key=f"notice_why_{job.run_id}"):

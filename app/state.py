@@ -17,7 +17,7 @@ and writes one history entry for every programmatic change, so for every frame o
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import streamlit as st
@@ -64,6 +64,7 @@ _WANTED = "_wanted"
 _SHOWN = "_shown"
 _PAGE = "_page"
 _DRAWN = "_drawn"
+_BY_ITSELF, _TELL_AGAIN = "_by_itself", "_tell_again"
 _BEGAN_AT, _DRAW_S = "_began_at", "_draw_s"
 
 
@@ -85,6 +86,7 @@ def begin(page: str) -> None:
         if in_url:
             session[_WANTED] = in_url
     session[_SHOWN] = {}
+    session[_TELL_AGAIN] = session.pop(_BY_ITSELF, False)
     if session.get(_PAGE) != page:
         session["playing"] = False
         session[_DRAWN] = {}
@@ -96,10 +98,20 @@ def finish() -> None:
     began_at = st.session_state.pop(_BEGAN_AT, None)
     if began_at is not None:  # not at the end of a fragment
         st.session_state[_DRAW_S] = time.monotonic() - began_at
+        st.session_state[_TELL_AGAIN] = False
     target = url_parameters()
     current = {name: st.query_params.get_all(name) for name in st.query_params}
     if current != target:
         st.query_params.from_dict(target)
+
+
+def draw_again() -> NoReturn:
+    """`st.rerun()` of a page that nobody has asked for: every widget is told again what it shows.
+
+    A browser that is behind may skip the draw before, and with it what that one has told the widgets.
+    """
+    st.session_state[_BY_ITSELF] = True
+    st.rerun()
 
 
 def page() -> str:
@@ -222,7 +234,7 @@ def pick_options(
         help=help,
         placeholder=placeholder,
         max_selections=max_selections,
-        on_change=_store_options,
+        on_change=_store_several,
         args=(name,),
     )
 
@@ -362,7 +374,8 @@ def _fill(key: str, value: Any, range_: tuple[Any, ...]) -> None:
     # the page is drawn. But the session can still hold the value of the widget of this key on the page just
     # left, or over another range of values, which the new widget will not take over.
     drawn = st.session_state.setdefault(_DRAWN, {})
-    if st.session_state.get(key) != value or drawn.get(key) != range_:
+    told = st.session_state.get(key) == value and drawn.get(key) == range_
+    if not told or st.session_state.get(_TELL_AGAIN):
         st.session_state[key] = value
     drawn[key] = range_
 
@@ -386,6 +399,12 @@ def _store_options(name: str) -> None:
         _store(name)
 
 
+def _store_several(name: str) -> None:
+    """Widget callback: the same of a choice of several, which stands in no fragment: what comes with one is late."""
+    if not _in_fragment():
+        _store_options(name)
+
+
 def _store_text(name: str) -> None:
     """Widget callback: an empty field is no choice."""
     choose(**{name: st.session_state[name] or None})
@@ -394,6 +413,11 @@ def _store_text(name: str) -> None:
 def _write_from_fragment() -> None:
     # A fragment run has no `finish`. While replay plays, the URL waits for the pause: each write is an entry
     # in the browser's history.
-    context = get_script_run_ctx()
-    if context is not None and context.fragment_ids_this_run and not st.session_state.get("playing"):
+    if _in_fragment() and not st.session_state.get("playing"):
         finish()
+
+
+def _in_fragment() -> bool:
+    """Whether a fragment alone is drawn again, not the whole page."""
+    context = get_script_run_ctx()
+    return context is not None and bool(context.fragment_ids_this_run)

@@ -141,7 +141,7 @@ def no_steps(run: Run) -> None:
 def _wait_for_steps(path: Place) -> None:
     run, _ = data.open_run(path)
     if run is None or run.status != "running" or len(data.steps(run, None)):
-        st.rerun()
+        state.draw_again()
     job = jobs.job_of(path)
     if job is not None and st.button("Watch the recording", key="watch_first_steps"):
         navigation.go("recording")

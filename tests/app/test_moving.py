@@ -54,4 +54,4 @@ def test_a_figure_of_another_height_leaves_no_room_behind() -> None:
     draw(test, "tall", 500)
     titles, style = draw(test, "low", 300)
     assert titles == {"1": "low"}
-    assert "min-height: 300px" in style
+    assert "min-height: calc(300px" in style

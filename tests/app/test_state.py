@@ -255,3 +255,28 @@ def test_what_the_browser_says_late_is_no_choice(told: str, wanted: dict[str, st
     next(button for button in test.button if button.label == told).click()
     drawn(test)
     assert dict(test.query_params) == wanted
+
+
+def test_a_page_that_draws_itself_again_tells_its_widgets_again_what_they_show() -> None:
+    test = AppTest.from_string(STALE.replace("state.finish()", "state.finish()\nst.button('again', on_click=again)"))
+    test = AppTest.from_string(AGAIN, default_timeout=60)
+    drawn(test)
+    assert [widget.proto.set_value for widget in (test.slider[0], test.selectbox[0])] == [True, True]
+    drawn(test)
+    assert [widget.proto.set_value for widget in (test.slider[0], test.selectbox[0])] == [False, False]
+    test.session_state["test_again"] = True
+    drawn(test)
+    assert [widget.proto.set_value for widget in (test.slider[0], test.selectbox[0])] == [True, True]
+
+
+AGAIN = """
+import streamlit as st
+from app import state
+
+state.begin("replay")
+state.pick_step(range(10))
+state.pick_option("run", "Run", ["a", "b"], default="b", as_list=True)
+state.finish()
+if st.session_state.pop("test_again", False):
+    state.draw_again()
+"""
