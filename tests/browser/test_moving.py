@@ -40,6 +40,7 @@ def test_ten_quick_presses_are_ten_steps_in_a_few_redraws(page, dashboard):
     expect(page.get_by_role("button", name="Play")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_figures_follow_the_theme_and_the_width_of_the_browser(page, dashboard):
     def letters(colour):
         page.wait_for_function(f"() => document.querySelector('.js-plotly-plot')?.layout.font.color === '{colour}'")
