@@ -84,6 +84,7 @@ class Progress:
 
     state      see `State`
     done       training steps recorded; total: steps asked for
+    before     of those recorded, the ones that were there before the run was continued; 0 where it was not
     elapsed_s  seconds since its process started, until its last sign of life where it has ended
     rate       steps a second so far; left_s: seconds to go at that rate; None where unknown, as at the start
     message    one line for a person: why it failed, or None
@@ -92,6 +93,7 @@ class Progress:
     state: State
     done: int
     total: int
+    before: int
     elapsed_s: float
     rate: float | None
     left_s: float | None
@@ -256,6 +258,7 @@ def progress(job: Job, run: Run | None) -> Progress:
     """
     now_state = state(job)
     done = rate = left_s = None
+    before = 0
     beat = time.time()
     if run is not None:
         steps = run.steps("train")["step"]
@@ -274,6 +277,7 @@ def progress(job: Job, run: Run | None) -> Progress:
         state=now_state,
         done=done or 0,
         total=job.steps,
+        before=before,
         elapsed_s=max(beat - job.started_at, 0.0),
         rate=rate,
         left_s=left_s,

@@ -16,6 +16,8 @@ from recorder.training.config import LM_ONLY, ToyConfig
 COPIED = "_record_copied"
 #: Session state, and the form's own key: whether it is open.
 OPEN = "record_expander"
+#: Session state: what the form holds, with its preset, where no change of page takes it away.
+HELD = "_record_held"
 PRESET = "record_preset"
 LIKE = "like"  # the preset that stands for the copied run
 
@@ -86,6 +88,7 @@ def buttons(run: Run, key: str) -> None:
 def _fill(name: str, values: dict[str, Any]) -> None:
     """Widget callback: the form takes these values and opens."""
     st.session_state[COPIED] = {"name": name, "values": values}
+    st.session_state.pop(HELD, None)
     st.session_state[PRESET] = LIKE
     st.session_state[OPEN] = True
     for field in record_settings.LABELS:

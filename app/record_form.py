@@ -12,7 +12,7 @@ from app.record_settings import BALANCERS, HELP, INTEGERS, LABELS, OPTIONAL, com
 from app.text import plain
 from recorder.training.config import LM_ONLY, ROUTERS, ToyConfig
 
-_LAST = "record_last_values"
+_FILLED, _WAS_OPEN = "_record_being_filled", "_record_was_open"
 _BASIS = "record_basis"
 _MEASURED = "record_measured"
 #: Settings that a preset is not about: choosing another one leaves them as they are, unless their default changes.
@@ -25,7 +25,10 @@ _WAIT, _AT_ONCE = "Wait", "At once"
 
 def render() -> None:
     """Draw the form; on a valid submission start the recording, or queue it, and go to its page."""
+    # A change of page by a button takes every widget's state away, this one's and those of the fields (see `_hold`).
+    st.session_state.setdefault(record_again.OPEN, st.session_state.get(_WAS_OPEN, False))
     with st.expander("Record a run", icon=":material/add_circle:", key=record_again.OPEN, on_change="rerun") as form:
+        st.session_state[_WAS_OPEN] = form.open
         if form.open:
             st.fragment(_form)()  # so that a changed value draws this form anew and not the page
 
@@ -43,6 +46,7 @@ def _form() -> None:
         values["corpus"], uploads = _text()
     with st.expander("All settings", key="record_advanced"):
         values |= _details(basis)
+    _hold(values)
     wrong = problems(values) + record_uploads.problems(uploads)
     for line in wrong:
         st.error(plain(line))
@@ -60,9 +64,24 @@ def _form() -> None:
     except (OSError, ValueError) as error:
         st.error(plain(f"The recording could not be started: {error}"))
         return
-    # The change of page takes the widgets' own values away.
-    st.session_state[_LAST] = {**values, "preset": st.session_state[record_again.PRESET]}
+    _hold(values)  # with the files that were uploaded
+    st.session_state[_FILLED] = False
     navigation.go("recording")
+
+
+def is_being_filled() -> bool:
+    """Whether the form is open and a person has changed a field since a recording was started from it last."""
+    return bool(st.session_state.get(_FILLED) and st.session_state.get(record_again.OPEN))
+
+
+def _hold(values: Mapping[str, Any]) -> None:
+    """Remember what the form holds, for when its widgets have forgotten it."""
+    held = {**values, "preset": st.session_state[record_again.PRESET]}
+    before = st.session_state.get(record_again.HELD, held)
+    # Files become paths at the start of a recording; that is no change of a person's.
+    if {**before, "corpus": None} != {**held, "corpus": None}:
+        st.session_state[_FILLED] = True
+    st.session_state[record_again.HELD] = held
 
 
 def _preset() -> dict[str, Any]:
@@ -71,7 +90,7 @@ def _preset() -> dict[str, Any]:
     titles = {name: preset.title for name, preset in PRESETS.items()}
     if copied is not None:
         titles = {record_again.LIKE: f"Like {copied['name']}", **titles}
-    st.session_state.setdefault(record_again.PRESET, st.session_state.get(_LAST, {}).get("preset", FIRST))
+    st.session_state.setdefault(record_again.PRESET, st.session_state.get(record_again.HELD, {}).get("preset", FIRST))
     name = st.selectbox(
         "What to record",
         list(titles),
@@ -221,10 +240,10 @@ def _integer(name: str, basis: Mapping[str, Any]) -> int | None:
 
 
 def _begin() -> dict[str, Any]:
-    """What the fields begin with: the values last started with or copied, where they are of this preset."""
-    last = st.session_state.get(_LAST, {})
-    if last.get("preset") == st.session_state[record_again.PRESET]:
-        return dict(last)
+    """What the fields begin with: the values they held before or that were copied, where they are of this preset."""
+    held = st.session_state.get(record_again.HELD, {})
+    if held.get("preset") == st.session_state[record_again.PRESET]:
+        return dict(held)
     copied = st.session_state.get(record_again.COPIED)
     if copied is not None and st.session_state[record_again.PRESET] == record_again.LIKE:
         return dict(copied["values"])

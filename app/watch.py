@@ -5,7 +5,6 @@ from typing import NoReturn
 import streamlit as st
 
 from app import data, folders, job_queue, jobs, navigation
-from recorder.reader import Run
 
 _SEEN = "_recordings_seen"
 _DONE_WITH = "_recordings_done_with"
@@ -54,11 +53,9 @@ def done_with(job: jobs.Job) -> None:
     _names(_DONE_WITH).add(job.run_id)
 
 
-def name_of(job: jobs.Job, run: Run | None) -> str:
-    """What to call a recording: its run's name, else the one that it will have.
-
-    run  its run, where there is one to read
-    """
+def name_of(job: jobs.Job) -> str:
+    """What to call a recording: its run's name, else the one that it will have."""
+    run, _ = data.open_run(job.run_path)
     if run is not None:
         return run.name
     given = [word.removeprefix("--name=") for word in job.command if word.startswith("--name=")]

@@ -7,12 +7,13 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, data, folders, job_queue, jobs, layer_keys, navigation, record_again, watch
+from app import charts, data, folders, job_queue, jobs, layer_keys, navigation, record_again, record_form, watch
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve
 from app.figures.load_heatmap import load_heatmap
 from app.text import duration, plain
 from recorder.reader import Run
+from recorder.training.config import ToyConfig
 
 _REFRESH_S = 1.5
 NOTHING = "Nothing is being recorded"
@@ -28,8 +29,13 @@ def render() -> None:
         target = folders.recording_folder(data.shown_folders())
         st.code(f"routescope record --balancer none --steps 400 --out {target or 'runs'}", "bash")
         return
-    going_on = watch.active(found) or watch.waiting(found) or watch.elsewhere(found)
-    st.fragment(_live, run_every=_REFRESH_S if going_on else None)()
+    going_on = _going_on(found)
+    st.fragment(_live, run_every=_REFRESH_S if going_on else None)(going_on)
+
+
+def _going_on(found: list[jobs.Job]) -> set[str]:
+    ours = (*watch.active(found), *watch.waiting(found))
+    return {*(job.run_id for job in ours), *(listed.reference for listed in watch.elsewhere(found))}
 
 
 def headline(recorded: list[str], waiting: int) -> str:
@@ -41,21 +47,25 @@ def headline(recorded: list[str], waiting: int) -> str:
     return f"{what}; {waiting} {'waits' if waiting == 1 else 'wait'}" if waiting else what
 
 
-def _live() -> None:
+def _live(expected: set[str]) -> None:
+    """Draw what goes on. expected: what did when the page was drawn."""
     found = watch.all_jobs()
     active = watch.active(found)
     ended = watch.just_ended(found)
     waiting = watch.waiting(found)
-    if not active and not waiting:
+    # Another page takes away what is being typed: a form that is being filled for the next recording keeps this one.
+    if not active and not waiting and not record_form.is_being_filled():
         for job in ended:
             if jobs.state(job) == "finished" and watch.can_open(job):
                 watch.open_run(job)
+    if _going_on(found) != expected:
+        st.rerun()  # the run picker, and the clock of this fragment, belong to the whole page
     elsewhere = watch.elsewhere(found)
     st.title(
         plain(
             headline(
                 [
-                    *(watch.name_of(job, data.open_run(job.run_path)[0]) for job in active),
+                    *(watch.name_of(job) for job in active),
                     *(listed.info.name for listed in elsewhere),
                 ],
                 len(waiting),
@@ -79,7 +89,7 @@ def _live() -> None:
 def _progress(job: jobs.Job) -> None:
     run, _ = data.open_run(job.run_path)
     progress = jobs.progress(job, run)
-    name = watch.name_of(job, run)
+    name = watch.name_of(job)
     with st.container(border=True, key=f"recording_{job.run_id}"):
         with st.container(horizontal=True, horizontal_alignment="distribute", vertical_alignment="center"):
             st.subheader(plain(name), anchor=False, width="content")
@@ -108,7 +118,7 @@ def _queue(waiting: list[jobs.Job]) -> None:
             horizontal=True, vertical_alignment="center", border=True, key=f"waiting_{job.run_id}", gap="small"
         ):
             what = "goes on" if job.continued else f"{job.steps} steps"
-            st.markdown(f"{place}. **{plain(watch.name_of(job, _run_of(job)))}**, {what}", width="stretch")
+            st.markdown(f"{place}. **{plain(watch.name_of(job))}**, {what}", width="stretch")
             if place > 1:
                 st.button("Move up", key=f"up_{job.run_id}", on_click=job_queue.move_up, args=(job,))
             beside = "Beside what is being recorded."
@@ -116,12 +126,8 @@ def _queue(waiting: list[jobs.Job]) -> None:
             st.button("Cancel", key=f"cancel_{job.run_id}", on_click=job_queue.cancel, args=(job,))
 
 
-def _run_of(job: jobs.Job) -> Run | None:
-    return data.open_run(job.run_path)[0] if job.continued else None
-
-
 def _elsewhere(listed: data.Listed) -> None:
-    """A run that a script of the person's own records: how many steps it will have is not known here."""
+    """A run that is recorded from a terminal or by a script of the person's own."""
     run, _ = data.open_run(listed.path)
     if run is None:
         return
@@ -131,9 +137,19 @@ def _elsewhere(listed: data.Listed) -> None:
             if st.button("Open the run", key=f"open_{listed.reference}"):
                 navigation.go("overview", run=listed.reference, step=None, layer=None)
         done = "no step so far" if run.last_step is None else f"step {run.last_step}"
+        if run.last_step is not None and (total := _steps_asked_for(run)):
+            done = f"step {run.last_step + 1} of {total}"
         st.caption(f"Recorded by a process that was not started here: {done}. It is stopped where it was started.")
         if run.last_step is not None:
             _so_far(listed.reference, run)
+
+
+def _steps_asked_for(run: Run) -> int | None:
+    """The steps that a run of `routescope record` will have; None of a script's, which does not say."""
+    try:
+        return ToyConfig.from_manifest(run.manifest).steps
+    except ValueError:
+        return None
 
 
 def _so_far(key: str, run: Run) -> None:
@@ -171,9 +187,9 @@ def _so_far(key: str, run: Run) -> None:
 def _result(job: jobs.Job) -> None:
     run, _ = data.open_run(job.run_path)
     progress = jobs.progress(job, run)
-    name = watch.name_of(job, run)
+    name = watch.name_of(job)
     said = {
-        "finished": f"finished, {progress.done} steps in {duration(progress.elapsed_s)}",
+        "finished": f"finished, {_steps_in(progress)}",
         "cancelled": f"cancelled after {progress.done} of {progress.total} steps"
         + ("; they are kept" if progress.done else "; nothing had been recorded yet"),
         "failed": f"failed after {progress.done} of {progress.total} steps",
@@ -187,6 +203,14 @@ def _result(job: jobs.Job) -> None:
             st.error(plain(progress.message))
         if run is not None:
             record_again.buttons(run, job.run_id)
+
+
+def _steps_in(progress: jobs.Progress) -> str:
+    """The steps and how long they took; of a continued run, the steps since then."""
+    taken = duration(progress.elapsed_s)
+    if progress.before:
+        return f"{progress.done} steps, the last {progress.done - progress.before} of them in {taken}"
+    return f"{progress.done} steps in {taken}"
 
 
 def _progress_text(job: jobs.Job, progress: jobs.Progress) -> str:

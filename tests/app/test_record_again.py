@@ -68,6 +68,13 @@ def test_the_form_takes_the_settings_of_a_sample_run(shown: Path, open_page: Cal
     assert test.sidebar.number_input(key="record_num_experts").value == 16
     test.sidebar.selectbox(key="record_preset").set_value(record_again.LIKE).run()
     assert test.sidebar.number_input(key="record_num_experts").value == 8
+    # another run's settings take the place of these, and of what was typed over them
+    shutil.copytree(SAMPLES / "none", shown / "other")
+    test.sidebar.number_input(key="record_steps").set_value(7).run()
+    test.sidebar.selectbox(key="run").set_value("other").run()
+    test.button(key="again_overview").click().run()
+    for name in ("num_experts", "top_k", "steps"):
+        assert test.sidebar.number_input(key=f"record_{name}").value == Run(shown / "other").config[name]
 
 
 def test_of_other_runs_the_buttons_say_why_not(

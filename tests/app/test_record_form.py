@@ -247,3 +247,18 @@ def test_a_run_is_recorded_from_the_form_to_the_end(shown: Path, open_page: Call
     wait_for(job)
     run = Run(job.run_path)
     assert (run.name, run.config["num_experts"], run.config["top_k"], len(run.steps("train"))) == ("Mine", 8, 2, 5)
+
+
+def test_what_was_typed_stays_when_a_button_changes_the_page(
+    shown: Path, open_page: Callable[..., AppTest], write_run: Callable[..., Path]
+) -> None:
+    write_run(shown, "a", range(3), status="cancelled")
+    write_run(shown, "b", range(3))
+    test = open_form(open_page, "runs", run="a", runs=["a", "b"])
+    test.sidebar.number_input(key="record_steps").set_value(7)
+    test.sidebar.number_input(key="record_lr").set_value(None)
+    test.sidebar.text_input(key="record_name").set_value("Half typed").run()
+    test.button(key="compare").click().run()
+    assert not test.exception
+    values = shown_fields(test)
+    assert (values["steps"], values["lr"], values["name"]) == (7, None, "Half typed")

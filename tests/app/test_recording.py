@@ -107,6 +107,25 @@ def test_a_finished_recording_opens_by_itself_where_it_was_watched(
     assert "finished, 100 steps in" in words(later)
 
 
+def test_no_page_is_taken_away_from_a_form_that_is_being_filled(
+    start: Callable[..., jobs.Job], open_page: Callable[..., AppTest]
+) -> None:
+    job = start(steps=100)
+    until(lambda: recorded(job) >= 1)
+    test = open_page("recording")
+    test.session_state["record_expander"] = True
+    test.run()
+    test.sidebar.text_input(key="record_name").set_value("The next").run()
+    until(lambda: not jobs.is_alive(job))
+    test.run()
+    assert test.sidebar.text_input(key="record_name").value == "The next"
+    assert "finished, 100 steps in" in words(test)
+    assert test.button(key="open_new")
+    test.session_state["record_expander"] = False
+    test.run()
+    assert test.query_params["run"] == "new", "closed, it is not being filled"
+
+
 def test_several_at_once_are_all_shown_and_none_opens_while_another_runs(
     start: Callable[..., jobs.Job], open_page: Callable[..., AppTest]
 ) -> None:
@@ -134,7 +153,7 @@ def test_those_that_wait_are_listed_moved_and_cancelled(
     assert r"Recording A \*new\* run; 2 wait" in text
     assert r"1. **Run \*one\***, 3 steps" in text
     assert r"2. **Run \*two\***, 3 steps" in text
-    assert r"Waiting for their turn: Run \*one\*, Run \*two\*" in text
+    assert not test.sidebar.caption, "the page itself says all of it, and newer"
     assert "up_one" not in {button.key for button in test.button}
     test.button(key="up_two").click().run()
     assert r"1. **Run \*two\***" in words(test)
