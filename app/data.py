@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import streamlit as st
 
-from app import folders, health, layer_keys, token_search
+from app import folders, health, layer_keys, run_labels, token_search
 from app.figures.inputs import LoadSeries
 from app.layer_stats import LayerStats
 from app.words import step_word
@@ -46,7 +46,7 @@ class Listed:
     """A run of a shown folder.
 
     reference  what names it in a URL, unique among the listed runs
-    label      what names it to a person: its name, with the reference where several share that name
+    label      what names it to a person, unique among them: see `app.run_labels`
     read_only  True for runs of a read-only folder, such as the samples
     """
 
@@ -80,16 +80,18 @@ def listed() -> list[Listed]:
     by_path = {info.path: info for info in infos}
     references = folders.references(list(by_path), shown)
     names = [by_path[path].name or path.name for path in references.values()]
+    created = [(by_path[path].manifest or {}).get("created_at") for path in references.values()]
+    labels = run_labels.labels(names, created, list(references))
     read_only = {folder.path: folder.read_only for folder in shown}
     return [
         Listed(
             reference=reference,
-            label=name if names.count(name) == 1 else f"{name} ({reference})",
+            label=label,
             path=path,
             read_only=read_only[path.parent],
             info=by_path[path],
         )
-        for (reference, path), name in zip(references.items(), names, strict=True)
+        for (reference, path), label in zip(references.items(), labels, strict=True)
     ]
 
 

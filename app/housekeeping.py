@@ -56,13 +56,14 @@ def close(key: str) -> None:
     st.session_state[key] = False
 
 
-def tell(text: str, *, good: bool = True, keep: bool = False) -> None:
+def tell(text: str, *, good: bool = True, keep: bool = False, below: bool = False) -> None:
     """Say what an action came to, in place of what was said before.
 
-    good  False is a problem, and stays at the head of the page until it is dismissed
-    keep  True stays there too
+    good   False is a problem, and stays at the head of the page until it is dismissed
+    keep   True stays there too
+    below  it was done below the table, from where the head of the page may be out of sight
     """
-    st.session_state[_NEWS] = _News(text=plain(text), good=good, keep=keep or not good)
+    st.session_state[_NEWS] = _News(text=plain(text), good=good, keep=keep or not good, below=below)
     st.session_state.pop(_UNDO, None)
 
 
@@ -71,6 +72,7 @@ class _News:
     text: str
     good: bool
     keep: bool
+    below: bool
     is_new: bool = True
 
 
@@ -79,11 +81,12 @@ def say_what_happened() -> None:
     news: _News | None = st.session_state.get(_NEWS)
     if news is None:
         return
-    if news.is_new:  # whoever pressed a button below the table does not see the head of the page
-        st.toast(news.text, icon=":material/info:" if news.good else ":material/warning:")
-        news.is_new = False
     undo = st.session_state.get(_UNDO)
-    if not (news.keep or undo):
+    stays = news.keep or undo
+    if news.is_new and (news.below or not stays):  # not twice where it is seen at once
+        st.toast(news.text, icon=":material/info:" if news.good else ":material/warning:")
+    news.is_new = False
+    if not stays:
         return
     with st.container(horizontal=True, vertical_alignment="center", key="runs_news"):
         (st.info if news.good else st.warning)(news.text, width="stretch")

@@ -8,6 +8,7 @@ import numpy as np
 import streamlit as st
 
 from app import data, state
+from app.fragments import fragment
 from app.text import duration, plain
 from app.words import count, listed
 from recorder.manifest import heartbeat_age
@@ -61,7 +62,7 @@ def keep_up(run: Run) -> None:
     What a person chose stays: only where no step was chosen does the newest one come into sight.
     """
     st.session_state[_SHOWN_AT] = time.monotonic()
-    st.fragment(_watch, run_every=CHECK_S)(run.path, run.last_step)
+    fragment(_watch, run_every=CHECK_S)(run.path, run.last_step)
 
 
 def _watch(path: Place, drawn: int | None) -> None:

@@ -68,4 +68,5 @@ def go(name: str, **choices: Any) -> NoReturn:
     """Go to the page `name` after choosing, e.g. `go("replay", layer=3, step=57)`. Ends the script's run."""
     state.choose(**choices)
     target = next(page for page in pages() if page.url_path == name)
+    state.forget_fragments()
     st.switch_page(target, query_params=state.url_parameters())

@@ -7,6 +7,7 @@ import numpy as np
 import streamlit as st
 
 from app import presses, state
+from app.fragments import fragment
 
 FRAME_S = 0.5  # seconds a frame stays; a figure of a few hundred cells draws well within it
 SPEEDS = (1, 2, 5, 10, 20, 50, 100)  # recorded steps per frame
@@ -30,7 +31,7 @@ def replay(steps: Iterable[int], draw: Callable[[int], None], *, label: str = "S
     """
     steps_S = np.asarray(list(steps), dtype=np.int64)
     playing = bool(st.session_state.get("playing")) and steps_S.size > 1
-    st.fragment(_frame, run_every=FRAME_S if playing else None)(steps_S, draw, label)
+    fragment(_frame, run_every=FRAME_S if playing else None)(steps_S, draw, label)
 
 
 def _frame(steps_S: np.ndarray, draw: Callable[[int], None], label: str) -> None:

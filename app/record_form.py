@@ -7,6 +7,7 @@ from typing import Any
 import streamlit as st
 
 from app import data, folders, job_queue, jobs, navigation, record_again, record_cost, record_uploads, watch
+from app.fragments import fragment
 from app.record_presets import FIRST, PRESETS
 from app.record_settings import BALANCERS, HELP, INTEGERS, LABELS, OPTIONAL, command, new_run_id, problems
 from app.text import plain
@@ -30,7 +31,7 @@ def render() -> None:
     with st.expander("Record a run", icon=":material/add_circle:", key=record_again.OPEN, on_change="rerun") as form:
         st.session_state[_WAS_OPEN] = form.open
         if form.open:
-            st.fragment(_form)()  # so that a changed value draws this form anew and not the page
+            fragment(_form)()  # so that a changed value draws this form anew and not the page
 
 
 def _form() -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import streamlit as st
 
-from app import data, folders, housekeeping
+from app import data, folders, housekeeping, record_uploads
 from app.text import plain
 from app.words import count, size
 from recorder import archive, trash
@@ -70,7 +70,7 @@ def _import(file: Any, target: Path) -> None:
     try:
         imported = archive.import_zip(file, target, most_bytes=MOST_UNPACKED_BYTES)
     except (ValueError, OSError) as error:
-        housekeeping.tell(f"{file.name} was not brought in: {error}", good=False)
+        housekeeping.tell(f"{file.name} was not brought in: {error}", good=False, below=True)
         return
     st.session_state[_UPLOAD] += 1
     housekeeping.close("panel_bring_in")
@@ -81,10 +81,11 @@ def _import(file: Any, target: Path) -> None:
             f"{imported.path.name} was brought in, with {count(len(report.problems), 'fault')}; the first is in "
             f"{first.file}: {first.text}. All of them: routescope verify {imported.path}",
             good=False,
+            below=True,
         )
     else:
         read = f"{report.parts} parts, {report.rows:,} rows and {size(report.size)} read to the last byte"
-        housekeeping.tell(f"{imported.path.name} was brought in: {read}, nothing wrong.", keep=True)
+        housekeeping.tell(f"{imported.path.name} was brought in: {read}, nothing wrong.", keep=True, below=True)
 
 
 # -------------------------------------------------------------------------------------------------------- folders
@@ -113,11 +114,11 @@ def _add() -> None:
     try:
         path = folders.add(typed)
     except ValueError as error:
-        housekeeping.tell(str(error), good=False)
+        housekeeping.tell(str(error), good=False, below=True)
         return
     st.session_state["add_folder"] = ""
     housekeeping.close("panel_folders")
-    housekeeping.tell(f"The runs in {path} are shown too.")
+    housekeeping.tell(f"The runs in {path} are shown too.", below=True)
 
 
 def is_private(address: str | None, url: str | None) -> bool:
@@ -157,6 +158,8 @@ def _empty(runs: list[trash.Trashed], total: str) -> None:
     try:
         trash.remove_for_good(runs)
     except OSError as error:
-        housekeeping.tell(f"Not all of the trash could be removed: {error}", good=False)
+        housekeeping.tell(f"Not all of the trash could be removed: {error}", good=False, below=True)
         return
-    housekeeping.tell(f"Removed for good: {total}.")
+    for folder in housekeeping.local_folders():
+        record_uploads.remove_unused(folder)
+    housekeeping.tell(f"Removed for good: {total}.", below=True)

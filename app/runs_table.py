@@ -17,21 +17,21 @@ _TICKED = "_runs_ticked"
 
 
 def frame_of(runs: Sequence[data.Listed], rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """What the table shows, a row a run; null where there is no value."""
+    """What the table shows, a row a run; null where there is no value. On a narrow window the last columns are cut."""
     frame = pd.DataFrame(
         {
             "run": [run.label for run in runs],
             "status": [row["status"] for row in rows],
             "balancer": [row["balancer"] for row in rows],
-            "experts": [f"{row['top_k']} of {row['num_experts']}" if row["num_experts"] else None for row in rows],
-            "steps": [row["num_steps"] if row["status"] != "unreadable" else None for row in rows],
             "loss": [row["loss"] for row in rows],
             "ce_loss": [row["ce_loss"] for row in rows],
-            "loss_curve": [_curve(row["loss_curve"]) for row in rows],
             "max_violation": [row["max_violation_window"] for row in rows],
             "violation_curve": [_curve(row["violation_curve"]) for row in rows],
             "idle_experts": [row["idle_experts"] for row in rows],
             "dead_experts": [row["dead_experts"] for row in rows],
+            "loss_curve": [_curve(row["loss_curve"]) for row in rows],
+            "experts": [f"{row['top_k']} of {row['num_experts']}" if row["num_experts"] else None for row in rows],
+            "steps": [row["num_steps"] if row["status"] != "unreadable" else None for row in rows],
             "tags": [list(run.info.about.tags) or None for run in runs],
             "notes": [run.info.about.notes or None for run in runs],
             "problem": [_problem(row) for row in rows],
@@ -58,20 +58,20 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
     last = f"the last {WINDOW} recorded training steps (all of them where there are fewer)"
     column = st.column_config
     return {
-        "run": column.TextColumn("Run", width=137, pinned=True),
+        "run": column.TextColumn("Run", width=180, pinned=True),
         "status": column.TextColumn(
             "Status",
-            width=84,
+            width=76,
             help="finished; running; cancelled by a person; failed with an error; unfinished: its process ended "
             "without closing the run; unreadable: its run.json cannot be used.",
         ),
-        "balancer": column.TextColumn("Balancer", width=86),
+        "balancer": column.TextColumn("Balancer", width=80),
         "experts": column.TextColumn(
             "Experts", width=62, help="Experts each token uses (top-k) of the experts of a MoE layer (E)."
         ),
         "steps": column.NumberColumn(
             "Steps",
-            width=48,
+            width=50,
             format="localized",
             help="Recorded training steps; in a run without any, those of the phase it has.",
         ),
@@ -91,7 +91,7 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
         ),
         "loss_curve": column.LineChartColumn(
             "Loss curve",
-            width=62,
+            width=80,
             y_min=min(losses, default=None),
             y_max=max(losses, default=None),
             help="Training loss over all recorded steps, one scale for all runs; at most 60 points, highest and lowest "
@@ -106,7 +106,7 @@ def _columns(frame: pd.DataFrame) -> dict[str, Any]:
         ),
         "violation_curve": column.LineChartColumn(
             "Its curve",
-            width=62,
+            width=72,
             y_min=0.0 if violations else None,
             y_max=max(violations, default=None),
             help="max_violation of each step, worst MoE layer, over all recorded steps; one scale from 0 for all "

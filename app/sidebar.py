@@ -3,6 +3,7 @@
 import streamlit as st
 
 from app import data, jobs, navigation, state, watch
+from app.fragments import fragment
 from app.text import plain
 
 _REFRESH_S = 2.0
@@ -17,7 +18,7 @@ def recordings(page: str) -> None:
         return
     found = watch.all_jobs()
     going_on = [job.run_id for job in (*watch.active(found), *watch.waiting(found))]
-    st.fragment(_lines, run_every=_REFRESH_S if going_on else None)(going_on)
+    fragment(_lines, run_every=_REFRESH_S if going_on else None)(going_on)
 
 
 def _lines(expected: list[str]) -> None:

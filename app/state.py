@@ -88,9 +88,17 @@ def begin(page: str) -> None:
     session[_SHOWN] = {}
     session[_TELL_AGAIN] = session.pop(_BY_ITSELF, False)
     if session.get(_PAGE) != page:
+        forget_fragments()
         session["playing"] = False
         session[_DRAWN] = {}
     session[_PAGE] = page
+
+
+def forget_fragments() -> None:
+    """Drop the parts of the page that is left (see `app.fragments`), so that no late request draws them on the next."""
+    context = get_script_run_ctx()
+    if context is not None:
+        context.fragment_storage.clear()
 
 
 def finish() -> None:

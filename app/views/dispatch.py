@@ -15,6 +15,7 @@ from app import charts, state, watch
 from app import dispatch_settings as settings
 from app.figures.load_bars import load_bars
 from app.figures.reference_bars import ReferenceBar, reference_bars
+from app.fragments import fragment
 from app.measurement import Bench, Measurement
 from app.text import duration, plain
 from app.words import NONE, listed, percent, value
@@ -70,7 +71,7 @@ def render() -> None:
     if pressed:
         _start(bench, name, values)
     if running is not None:
-        st.fragment(_progress, run_every=_POLL_S)(bench)
+        fragment(_progress, run_every=_POLL_S)(bench)
     else:
         _before_running(bench, name, values, wrong, measured)
     if found is None:

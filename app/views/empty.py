@@ -9,6 +9,7 @@ from pathlib import Path
 import streamlit as st
 
 from app import data, folders, jobs, live, navigation, state
+from app.fragments import fragment
 from app.text import plain
 from recorder.reader import Run
 from recorder.storage import Place
@@ -135,7 +136,7 @@ def no_steps(run: Run) -> None:
         st.code(str(run.path), None)
         return
     st.info("This run has just been started. Its first steps appear here by themselves.", icon=":material/timer:")
-    st.fragment(_wait_for_steps, run_every=_LOOK_AGAIN_S)(run.path)
+    fragment(_wait_for_steps, run_every=_LOOK_AGAIN_S)(run.path)
 
 
 def _wait_for_steps(path: Place) -> None:

@@ -11,6 +11,7 @@ from app import charts, data, folders, job_queue, jobs, layer_keys, navigation, 
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve
 from app.figures.load_heatmap import load_heatmap
+from app.fragments import fragment
 from app.text import duration, plain
 from recorder.reader import Run
 from recorder.training.config import ToyConfig
@@ -30,7 +31,7 @@ def render() -> None:
         st.code(f"routescope record --balancer none --steps 400 --out {target or 'runs'}", "bash")
         return
     going_on = _going_on(found)
-    st.fragment(_live, run_every=_REFRESH_S if going_on else None)(going_on)
+    fragment(_live, run_every=_REFRESH_S if going_on else None)(going_on)
 
 
 def _going_on(found: list[jobs.Job]) -> set[str]:

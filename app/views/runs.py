@@ -7,6 +7,7 @@ from typing import Any
 import streamlit as st
 
 from app import data, housekeeping, navigation, pickers, runs_filter, runs_folders
+from app.fragments import fragment
 from app.runs_headline import RULE, headline
 from app.runs_table import table
 from app.text import plain
@@ -47,7 +48,7 @@ def render() -> None:
             _offer([some[place] for place in ticked], [rows[place] for place in ticked])
     runs_folders.show()
     if any(row["status"] == "running" for _, row in pairs):
-        st.fragment(_watch, run_every=_REFRESH_S)(_progress(runs))
+        fragment(_watch, run_every=_REFRESH_S)(_progress(runs))
 
 
 def _rows(runs: Sequence[data.Listed], title: Any) -> list[dict[str, Any]]:

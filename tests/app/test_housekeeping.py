@@ -80,6 +80,7 @@ def test_runs_are_deleted_and_put_back(shown: Path, write_run: Write, open_page:
     assert listed(test) == ["c"]
     assert sorted(run.name for run in trash.trashed(shown)) == ["a", "b"]
     assert "moved to the trash" in said(test)
+    assert not test.toast, "said once, beside the way back"
     assert "runs" not in test.query_params, "no page shall look for what is gone"
     test.button(key="undo_delete").click().run()
     assert listed(test) == ["c", "b", "a"]

@@ -107,5 +107,6 @@ def test_a_cancelled_run_is_continued_to_the_end(shown: Path, open_page: Callabl
     run = Run(shown / "mine")
     assert (run.status, list(run.steps("train")["step"])) == ("finished", list(range(6)))
     progress = jobs.progress(job, run)
-    assert (progress.done, progress.total, progress.message) == (6, 6, None)
+    assert (progress.done, progress.total, progress.before, progress.message) == (6, 6, 3, None)
+    assert "6 steps, the last 3 of them in " in open_page("recording").markdown[0].value
     assert record_again.why_not_continued(run) == "it has finished: there is no step left"

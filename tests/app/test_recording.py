@@ -148,6 +148,8 @@ def test_those_that_wait_are_listed_moved_and_cancelled(
     for run_id in ("one", "two"):
         command = [sys.executable, "-c", RECORDER, str(shown / run_id), "3", f"--name=Run *{run_id}*"]
         job_queue.add(command, run_id=run_id, out=shown, steps=3)
+    beside = open_page("runs").sidebar
+    assert r"Waiting for their turn: Run \*one\*, Run \*two\*" in [caption.value for caption in beside.caption]
     test = open_page("recording")
     text = words(test)
     assert r"Recording A \*new\* run; 2 wait" in text
@@ -165,6 +167,17 @@ def test_those_that_wait_are_listed_moved_and_cancelled(
     until(lambda: jobs.state(two) == "finished")
     assert jobs.is_alive(running)
     assert "finished, 3 steps" in words(test.run())
+
+
+def test_one_that_waits_to_be_continued_is_called_by_its_runs_name(
+    start: Callable[..., jobs.Job], shown: Path, open_page: Callable[..., AppTest], write_run: Callable[..., Path]
+) -> None:
+    write_run(shown, "folder", range(3), name="Its name", status="cancelled")
+    running = start(run_id="long")
+    until(lambda: recorded(running) >= 1)
+    job_queue.add([sys.executable, "-c", ""], run_id="folder", out=shown, steps=9, continued=True)
+    assert "1. **Its name**, goes on" in words(open_page("recording"))
+    assert "Waiting for its turn: Its name" in [caption.value for caption in open_page("runs").sidebar.caption]
 
 
 def test_a_failure_shows_one_line_and_no_traceback(

@@ -49,7 +49,7 @@ def manifest_of(dashboard, name):
     return None
 
 
-@pytest.mark.slow  # and a field filled while the form is drawn anew can still lose its value on a busy machine
+@pytest.mark.slow
 def test_a_run_is_recorded_from_the_sidebar_and_opens_when_done(page, dashboard):
     dashboard.open(page, "overview?run=none")
     start_recording(page, steps=40, name="From the sidebar")
@@ -185,7 +185,7 @@ def test_of_two_recordings_one_waits_and_the_first_is_continued_after_it_was_can
     start_recording(page, steps=3, name="Next one")
     expect(page.get_by_text("Waiting for their turn", exact=True)).to_be_visible()
     page.reload()
-    expect(page.get_by_text("Waiting for its turn: Next one")).to_be_visible()
+    expect(page.get_by_text("Next one, 3 steps")).to_be_visible()
     page.locator("[class*=st-key-cancel_long-one]").get_by_role("button", name="Cancel").click()
     page.wait_for_url(re.compile("/overview"), timeout=RECORDING_MS)  # the last to end, it opens by itself
     assert "mine" in manifest_of(dashboard, "Next one")["domains"]
