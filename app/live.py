@@ -94,7 +94,7 @@ def keep_up_with(runs: Sequence[tuple[str, Run]]) -> None:
     running = [(label, run.path, run.last_step) for label, run in runs if run.status == "running"]
     if running:
         st.session_state[_SHOWN_AT] = time.monotonic()
-        st.fragment(_watch_several, run_every=CHECK_S)(running)
+        fragment(_watch_several, run_every=CHECK_S)(running)
 
 
 def _watch_several(drawn: Sequence[tuple[str, Place, int | None]]) -> None:

@@ -11,6 +11,7 @@ import pandas as pd
 import streamlit as st
 
 from app import charts, data, diagnosis_panel, health, layer_keys, navigation, record_again, state, x_axis
+from app.fragments import fragment
 from app.layer_stats import LayerStats
 from app.ranks import ranks_line
 from app.report.button import report_button
@@ -61,7 +62,8 @@ def render() -> None:
     diagnosis_panel.show(run)
     idle = {one["key"]: _experts_idle(one) for one in summary["layers"] if one["idle_experts"] is not None}
     over = f"the steps with routed tokens among {covered.words}" if wrong.unrouted else covered.words
-    by_layer = _of_one_layer if one_at_a_time else _of_all_layers
+    # a fragment, so that another layer draws its charts anew and not the page
+    by_layer = fragment(_of_one_layer) if one_at_a_time else _of_all_layers
     by_layer(run, layers, window, axis, idle, over)
     overview_losses.losses(run, axis)
     _layer_table(run, summary, covered)
@@ -70,7 +72,6 @@ def render() -> None:
     record_again.buttons(run, "overview")
 
 
-@st.fragment  # so that another layer draws these charts anew and not the page
 def _of_one_layer(
     run: Run, layers: Sequence[int], window: int, axis: x_axis.XAxis, idle: Mapping[int, str], over: str
 ) -> None:
@@ -87,10 +88,9 @@ def _of_all_layers(
 ) -> None:
     overview_charts.load(run, layers, idle, over)
     overview_charts.balance(run, layers, window, axis)
-    _shares(run, layers, window, axis)
+    fragment(_shares)(run, layers, window, axis)
 
 
-@st.fragment
 def _shares(run: Run, layers: Sequence[int], window: int, axis: x_axis.XAxis) -> None:
     with st.container(horizontal=True, vertical_alignment="bottom"):
         layer = _pick_layer(run, layers, window)

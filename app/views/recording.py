@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import charts, data, folders, job_queue, jobs, layer_keys, navigation, record_again, record_form, watch
+from app import charts, data, folders, job_queue, jobs, layer_keys, navigation, record_again, record_form, state, watch
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve
 from app.figures.load_heatmap import load_heatmap
@@ -60,7 +60,7 @@ def _live(expected: set[str]) -> None:
             if jobs.state(job) == "finished" and watch.can_open(job):
                 watch.open_run(job)
     if _going_on(found) != expected:
-        st.rerun()  # the run picker, and the clock of this fragment, belong to the whole page
+        state.draw_again()  # the run picker, and the clock of this fragment, belong to the whole page
     elsewhere = watch.elsewhere(found)
     st.title(
         plain(

@@ -43,7 +43,9 @@ def test_ten_quick_presses_are_ten_steps_in_a_few_redraws(page, dashboard):
 @pytest.mark.slow
 def test_figures_follow_the_theme_and_the_width_of_the_browser(page, dashboard):
     def letters(colour):
-        page.wait_for_function(f"() => document.querySelector('.js-plotly-plot')?._fullLayout?.font.color === '{colour}'")
+        page.wait_for_function(
+            f"() => document.querySelector('.js-plotly-plot')?._fullLayout?.font.color === '{colour}'"
+        )
 
     page.emulate_media(color_scheme="light")
     dashboard.open(page, "replay?run=none&layer=1&step=100")
