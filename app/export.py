@@ -46,5 +46,5 @@ def of_one_kind(frame: pd.DataFrame) -> pd.DataFrame:
                 pa.array(values, from_pandas=True)
             except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
                 texts = [None if pd.api.types.is_scalar(one) and pd.isna(one) else str(one) for one in values]
-                frame.isetitem(place, pd.Series(texts, index=frame.index, dtype=object))
+                frame.isetitem(place, texts)
     return frame
