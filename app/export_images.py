@@ -30,7 +30,8 @@ export default function({ parentElement, data }) {
     const fonts = JSON.stringify(chart.layout).replaceAll(/\\"Source Sans[^"\\]*\\", /g, "");
     const layout = { ...JSON.parse(fonts), paper_bgcolor: data.ground, autosize: false };
     const pen = document.createElement("canvas").getContext("2d");
-    const font = { size: 18, family: "sans-serif", ...layout.title?.font };
+    const shared = layout.template?.layout?.title?.font;
+    const font = { size: 18, family: "sans-serif", ...shared, ...layout.title?.font };
     pen.font = `bold ${font.size}px ${font.family}`;
     const title = (layout.title?.text ?? "").split("<br><span")[0];
     const lines = title.split("<br>").map((line) => line.replace(/<[^>]*>/g, ""));

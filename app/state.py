@@ -409,7 +409,7 @@ def _store_options(name: str) -> None:
 
 def _store_several(name: str) -> None:
     """Widget callback: the same of a choice of several, which stands in no fragment: what comes with one is late."""
-    if not _in_fragment():
+    if not in_fragment():
         _store_options(name)
 
 
@@ -421,11 +421,11 @@ def _store_text(name: str) -> None:
 def _write_from_fragment() -> None:
     # A fragment run has no `finish`. While replay plays, the URL waits for the pause: each write is an entry
     # in the browser's history.
-    if _in_fragment() and not st.session_state.get("playing"):
+    if in_fragment() and not st.session_state.get("playing"):
         finish()
 
 
-def _in_fragment() -> bool:
+def in_fragment() -> bool:
     """Whether a fragment alone is drawn again, not the whole page."""
     context = get_script_run_ctx()
     return context is not None and bool(context.fragment_ids_this_run)

@@ -6,7 +6,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import data, housekeeping, navigation, pickers, runs_filter, runs_folders
+from app import data, housekeeping, navigation, pickers, runs_filter, runs_folders, state
 from app.fragments import fragment
 from app.runs_headline import RULE, headline
 from app.runs_table import table
@@ -124,6 +124,9 @@ def _progress(runs: Sequence[data.Listed]) -> list[tuple[str, str, int]]:
 
 
 def _watch(drawn: list[tuple[str, str, int]]) -> None:
-    """Draw the page again when a run has moved on, ended, or been added."""
-    if _progress(pickers.in_order(data.listed())) != drawn:
-        st.rerun()
+    """Draw the page again when a run has moved on, ended, or been added: at the next tick, not while it is drawn.
+
+    A run that is faster than the page would else have it drawn without end.
+    """
+    if state.in_fragment() and _progress(pickers.in_order(data.listed())) != drawn:
+        state.draw_again()
