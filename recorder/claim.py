@@ -11,6 +11,7 @@ from recorder.manifest import (
     RunUnreadableError,
     create_manifest,
     heartbeat_age,
+    leftover_manifests,
     library_versions,
     now,
     process_alive,
@@ -146,6 +147,7 @@ def resume_run(path: Place, given: dict[str, Any], *, launch: str | None = None)
             "segment": int(manifest.get("segment") or 0) + 1,
         }
         # before the other ranks can see that they may write, and of those too that this launch no longer has
+        storage.remove(path, leftover_manifests(path))
         for table in TABLES:
             remove_leftovers(path / table)
         replace_manifest(path, manifest, alone=True)

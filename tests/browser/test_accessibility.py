@@ -10,7 +10,7 @@ from playwright.sync_api import TimeoutError, expect
 from app.navigation import VIEWS
 
 pytestmark = pytest.mark.browser
-ALWAYS = ("runs", "overview", "tokens", "compare")
+ALWAYS = ("overview", "compare")
 PAGES = [
     view.name if view.name in ALWAYS else pytest.param(view.name, marks=pytest.mark.slow, id=view.name)
     for view in VIEWS

@@ -111,6 +111,7 @@ def test_the_picture_of_a_replay_is_the_step_shown(page, dashboard):
     assert second.read_text() != before
 
 
+@pytest.mark.slow
 def test_a_report_opens_offline_in_both_themes(browser, tmp_path):
     out = tmp_path / "report.html"
     runs = [str(SAMPLES / name) for name in ("none", "quantile")]

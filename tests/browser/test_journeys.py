@@ -36,6 +36,7 @@ def parameters(page):
     return dict(pair.split("=", 1) for pair in query.split("&") if "=" in pair)
 
 
+@pytest.mark.slow
 def test_a10_run_layer_and_step_survive_a_page_change_and_a_reload(page, dashboard):
     dashboard.open(page, "replay?run=sign-bias&layer=1&step=10")
     choose_layer(page, dashboard, 3)
@@ -143,6 +144,7 @@ def test_two_runs_are_compared_and_the_link_shows_the_same_elsewhere(page, dashb
     fresh.close()
 
 
+@pytest.mark.slow
 def test_a_run_is_renamed_stays_the_one_shown_and_is_put_back_after_it_was_deleted(page, dashboard):
     for name in ("none", "quantile"):  # the second is the newer one, which is shown where none is chosen
         shutil.copytree(SAMPLES / name, dashboard.runs / f"own-{name}")
@@ -178,6 +180,7 @@ def test_a_run_is_renamed_stays_the_one_shown_and_is_put_back_after_it_was_delet
             shutil.rmtree(dashboard.runs / f"own-{name}", ignore_errors=True)
 
 
+@pytest.mark.slow
 def test_the_keyboard_steps_and_plays_and_typing_does_not(page, dashboard):
     dashboard.open(page, "replay?run=sign-bias&layer=1&step=100")
     slider = step_slider(page)

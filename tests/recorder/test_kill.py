@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from toy_runs import full_step, log_full_step
+from toy_runs import full_model, full_step, log_full_step
 
 from recorder.reader import Run, RunNotFoundError
 from recorder.schema import lists_to_matrix
@@ -86,6 +86,18 @@ def check_resumed(path, steps):
     report = verify_run(path)
     assert (report.status, report.problems, report.notes) == ("finished", (), ())
     assert Run(path).steps()["step"].to_list() == list(range(steps + 2))
+
+
+def test_a_resume_removes_what_a_kill_left_of_run_json(tmp_path):
+    """Killed between the writing of a new run.json and its renaming; seldom met by random kills."""
+    writer = RunWriter(tmp_path / "run", manifest=full_model())
+    log_full_step(writer, 0)
+    writer.finalize("cancelled")
+    half = tmp_path / "run" / ".run.json.0123456789abcdef0123456789abcdef.tmp"
+    half.write_text("{")
+    assert verify_run(tmp_path / "run").notes != ()
+    check_resumed(tmp_path / "run", 1)
+    assert not half.exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks of one process, to load everything once")

@@ -92,6 +92,7 @@ def test_two_ranks(tmp_path):
     assert run.events().empty
 
 
+@pytest.mark.slow
 def test_rank_1_is_killed_and_all_resume_from_a_checkpoint(tmp_path):
     killed = train(2, tmp_path, check=False, launch=1, first=0, last=20, victim=1, dies_at=5)
     run = Run(tmp_path / "run")
@@ -118,6 +119,7 @@ def test_rank_1_is_killed_and_all_resume_from_a_checkpoint(tmp_path):
     assert run.incomplete_steps().empty
 
 
+@pytest.mark.slow
 def test_four_ranks_lose_rank_0_and_two_go_on(tmp_path):
     killed = train(4, tmp_path, check=False, launch=1, first=0, last=20, victim=0, dies_at=2)
     run = Run(tmp_path / "run")
