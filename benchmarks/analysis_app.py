@@ -67,9 +67,10 @@ def another_layer(page: Page) -> None:
     """The next one of the list."""
     choice = page.locator(".st-key-layer")
     shown = choice.locator("input").input_value()
-    choice.locator("input").click()
     options = page.locator("[role=option]")
-    options.first.wait_for()
+    while not options.count():  # a list that opens while the page is drawn closes again
+        choice.locator("input").click()
+        page.wait_for_timeout(300)
     texts = options.all_inner_texts()
     options.nth((texts.index(shown) + 1) % len(texts)).click()
 
