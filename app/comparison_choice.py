@@ -68,13 +68,14 @@ def assign(chosen: Sequence[str], held: Mapping[str, int], places: Mapping[str, 
             taken[reference] = held[reference]
     hues = len(OKABE_ITO)
     for reference in chosen:
+        if reference in taken:
+            continue
         own = places.get(reference, 0) % hues
         order = [dash + (own + more) % hues for dash in range(0, COLOURS, hues) for more in range(hues)]
         order.sort(
             key=lambda colour: (colour // hues, any({colour % hues, one % hues} in ALIKE for one in taken.values()))
         )
-        if reference not in taken:
-            taken[reference] = next((colour for colour in order if colour not in taken.values()), own)
+        taken[reference] = next((colour for colour in order if colour not in taken.values()), own)
     return taken
 
 

@@ -129,6 +129,7 @@ METRICS = (
         same_shape=False,
     ),
 )
+BY_KEY = {metric.key: metric for metric in METRICS}
 OF_LAYERS = tuple(metric for metric in METRICS if metric.of is not None)
 
 
@@ -182,16 +183,22 @@ def noise(metric: Metric, first: tuple[Compared, int], second: tuple[Compared, i
 
 
 def _by_stretch(one: Compared, metric: Metric, layer: int, window: Window) -> np.ndarray | None:
-    """What each stretch adds to a metric, (B,); None where there is no value."""
-    stretches = window.stretches
-    if not stretches or (metric.of is not None and layer not in one.layers):
+    """What each stretch adds to a metric, (B,); None where there is no value. Cached."""
+    if not window.stretches or (metric.of is not None and layer not in one.layers):
         return None
-    sets = [window.steps, *(tuple(step for step in window.steps if step not in some) for some in stretches)]
+    return _of_stretches(one.run.path, hash(one.run.fingerprint), metric.key, layer, window, one.run)
+
+
+# A page asks for the same of each run many times: for the table, for titles, and against every other run.
+@st.cache_data(max_entries=512, show_spinner=False, hash_funcs={Window: lambda window: window.steps})
+def _of_stretches(path: Place, fingerprint: int, key: str, layer: int, window: Window, _run: Run) -> np.ndarray | None:
+    metric = BY_KEY[key]
+    sets = [window.steps, *(tuple(step for step in window.steps if step not in some) for some in window.stretches)]
     if metric.of is None:
         # a window holds two or three probes: nothing tells how far they waver
-        values = [None] if metric.key == HELD_OUT else _losses(one.run, sets)
+        values = [None] if key == HELD_OUT else _losses(_run, sets)
     else:
-        stats = data.layer_stats(one.run, layer)
+        stats = data.layer_stats(_run, layer)
         values = [metric.of(stats, np.isin(stats.steps_S, steps)) for steps in sets]
     known = [number for number in values if number is not None]
     return pseudo_values(known[0], known[1:]) if len(known) == len(sets) else None

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from app.comparison import Compared, Window
-from app.comparison_metrics import METRICS, Measured, best_runs, noise
+from app.comparison_metrics import BY_KEY, Measured, best_runs, noise
 from app.words import count, listed, value
 
 _PHRASES = {
@@ -15,7 +15,6 @@ _PHRASES = {
     "sign-bias": "with the sign bias",
     "quantile": "with quantiles",
 }
-_BY_KEY = {metric.key: metric for metric in METRICS}
 _IDLE, _BUSIEST = "idle_experts", "max_violation_window"
 _ALL_NAMED = 3  # more runs than these, and only the lowest and the highest are named
 
@@ -57,7 +56,7 @@ def answer(runs: Sequence[Compared], found: Sequence[Measured], window: Window) 
 def _tie(key: str, runs: Sequence[Compared], ends: Sequence[tuple[int, Mapping[str, Any]]], window: Window) -> str:
     """ ": no more than noise" where the two ends, each (place of a run, its worst layer), are not told apart."""
     (one, its), (other, others) = ends
-    most = noise(_BY_KEY[key], (runs[one], its["key"]), (runs[other], others["key"]), window)
+    most = noise(BY_KEY[key], (runs[one], its["key"]), (runs[other], others["key"]), window)
     return ": no more than noise" if abs(others[key] - its[key]) <= most else ""
 
 
@@ -97,7 +96,7 @@ def standing(
     key: str, runs: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window, digits: int = 3
 ) -> str:
     """The runs' values of a metric, of many the lowest and the highest: "2.31 (a), 2.4 (b)", and what is a tie."""
-    metric = _BY_KEY[key]
+    metric = BY_KEY[key]
     values = [(one.label, its.value(metric, layer)) for one, its in zip(runs, found, strict=True)]
     known = [(label, number) for label, number in values if number is not None]
     if len(runs) <= _ALL_NAMED or not known:
@@ -120,7 +119,7 @@ def of_groups(key: str, grouped: Mapping[str, Sequence[Compared]], by_label: Map
     """Each group's mean of a metric with its spread: "aux 2.31 ± 0.02 (3 runs), none 2.5 (1 run)"."""
     parts = []
     for name, members in grouped.items():
-        values = [by_label[one.label].value(_BY_KEY[key], layer) for one in members]
+        values = [by_label[one.label].value(BY_KEY[key], layer) for one in members]
         known = [number for number in values if number is not None]
         if not known:
             parts.append(f"{name} -")

@@ -189,7 +189,7 @@ class TableReader:
         except _NOT_THE_PARTS_FAULT:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
-            self._bad[file] = _first_line(error)
+            self._bad[file] = first_line(error)
             return
         reason = part_problem(self.table, footer.schema)
         if reason is None:
@@ -239,7 +239,7 @@ class TableReader:
         except _NOT_THE_PARTS_FAULT:
             raise
         except (pa.ArrowException, OSError, ValueError) as error:
-            self._bad[file] = _first_line(error)
+            self._bad[file] = first_line(error)
             raise _PartIsBadError from None
 
 
@@ -256,6 +256,7 @@ def fill_defaults(rows: pa.Table) -> pa.Table:
     return rows
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, cut to a line; its type where it says nothing."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]

@@ -8,7 +8,7 @@ import streamlit as st
 from app import charts, comparison_curves, comparison_metrics, state
 from app.comparison import WINDOW, Compared, Window, layer_label
 from app.comparison_curves import Values
-from app.comparison_metrics import METRICS, Measured, Metric
+from app.comparison_metrics import BY_KEY, Measured, Metric
 from app.figures.curves import metric_curves
 from app.figures.inputs import ReferenceLine
 from app.text import plain
@@ -18,7 +18,6 @@ from moe_core import metrics
 _POINTS = 10_000  # of all curves of a chart
 _SMOOTHING = 0.8
 _SAID = 3  # differences in a title; of more, the lowest and the highest
-_BY_KEY = {metric.key: metric for metric in METRICS}
 
 
 def show(compared: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window) -> None:
@@ -74,7 +73,7 @@ def _draw(
     window: Window,
     **settings: Any,
 ) -> None:
-    metric = _BY_KEY[key]
+    metric = BY_KEY[key]
     against = [baseline, *others]
     why_not = {one.label: comparison_metrics.not_comparable(metric, [baseline, one], layer, window) for one in others}
     drawn = [one for one in comparison_curves.differences(values, baseline) if why_not.get(one.one.label, "") is None]

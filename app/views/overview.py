@@ -75,9 +75,7 @@ def render() -> None:
 def _of_one_layer(
     run: Run, layers: Sequence[int], window: int, axis: x_axis.XAxis, idle: Mapping[int, str], over: str
 ) -> None:
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        layer = _pick_layer(run, layers, window)
-        _replay_button(run, layer)
+    layer = _choose_layer(run, layers, window)
     overview_charts.load(run, [layer], idle, over)
     overview_charts.balance(run, layers if len(layers) <= MAX_PANELS else [layer], window, axis)
     overview_charts.shares(run, layer, axis)
@@ -92,15 +90,16 @@ def _of_all_layers(
 
 
 def _shares(run: Run, layers: Sequence[int], window: int, axis: x_axis.XAxis) -> None:
-    with st.container(horizontal=True, vertical_alignment="bottom"):
-        layer = _pick_layer(run, layers, window)
-        _replay_button(run, layer)
+    layer = _choose_layer(run, layers, window)
     overview_charts.shares(run, layer, axis)
 
 
-def _replay_button(run: Run, layer: int) -> None:
-    if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
-        navigation.go("replay", layer=layer, phase=data.linked_phase(run))
+def _choose_layer(run: Run, layers: Sequence[int], window: int) -> int:
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        layer = _pick_layer(run, layers, window)
+        if st.button("Replay this layer", key="replay_layer", icon=":material/play_circle:"):
+            navigation.go("replay", layer=layer, phase=data.linked_phase(run))
+    return layer
 
 
 class Covered:

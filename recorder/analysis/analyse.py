@@ -20,6 +20,7 @@ from recorder.analysis.settling import ProbeTask, merge_probes
 from recorder.analysis.store import Store
 from recorder.analysis.tables import TABLES, make_tables
 from recorder.analysis.token_rows import TokensError
+from recorder.catalog import first_line
 from recorder.reader import Run
 from recorder.storage import StorageError
 
@@ -205,7 +206,7 @@ def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, list
                 except (FileNotFoundError, StorageError):
                     raise
                 except (OSError, ValueError, pa.ArrowException) as error:
-                    problems.append(f"{_what(job)}: {(str(error).splitlines() or [type(error).__name__])[0]}")
+                    problems.append(f"{_what(job)}: {first_line(error)}")
             yield (merge_probes(pieces) if isinstance(job.tasks[0], ProbeTask) else _sum(pieces)), problems
     finally:
         for future in under_way:

@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_core import metrics
 from recorder.analysis.analyse import Analysis, analyse
+from recorder.catalog import first_line
 from recorder.manifest import plain
 from recorder.reader import Run
 
@@ -108,13 +109,13 @@ def _executor(scheduler: str | None) -> Iterator[Executor | None]:
     try:
         client = Client(scheduler, timeout=_CONNECT_S)
     except (OSError, ValueError, TimeoutError) as error:
-        raise ClusterError(f"--scheduler {scheduler}: {_first_line(error)}") from None
+        raise ClusterError(f"--scheduler {scheduler}: {first_line(error)}") from None
     try:
         if not client.nthreads():
             print(f"routescope: {scheduler} has no workers: waiting for one", file=sys.stderr, flush=True)
         yield _Cluster(client)
     except (CancelledError, KilledWorker, ImportError) as error:
-        reason = "the scheduler has gone" if isinstance(error, CancelledError) else _first_line(error)
+        reason = "the scheduler has gone" if isinstance(error, CancelledError) else first_line(error)
         raise ClusterError(f"--scheduler {scheduler}: {reason}; what was kept so far stays", began=True) from None
     finally:
         client.close()
@@ -129,10 +130,6 @@ class _Cluster(Executor):
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # not pure: a task's result depends on files, which Dask cannot know of
         return self._client.submit(call, *args, pure=False, **kwargs)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _show(done: int, of: int) -> None:

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from recorder import storage
 from recorder.analysis.scan import Moment
-from recorder.catalog import fill_defaults
+from recorder.catalog import fill_defaults, first_line
 from recorder.parts import Footer, PartFile, read_footer
 from recorder.schema import SCHEMAS, conform
 from recorder.storage import Place, StorageError
@@ -25,7 +25,7 @@ class TokensError(ValueError):
 
     def __init__(self, part: str, error: Exception) -> None:
         self.part = part
-        super().__init__(f"tokens/{part}: {(str(error).splitlines() or [type(error).__name__])[0]}")
+        super().__init__(f"tokens/{part}: {first_line(error)}")
 
 
 @contextmanager
