@@ -1,6 +1,7 @@
 """How every chart is put on a page: width, theme, alternative text, the numbers behind it close by, and as files."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -8,6 +9,7 @@ import pandas as pd
 import streamlit as st
 
 from app import export, export_images, narrow_title, navigation, state
+from app.fragments import fragment
 
 _CONFIG = {
     "displaylogo": False,
@@ -29,7 +31,7 @@ def show(
     *,
     key: str,
     alt: str,
-    numbers: pd.DataFrame | None = None,
+    numbers: Callable[[], pd.DataFrame] | None = None,
     selectable: bool = False,
     saveable: bool = True,
     titled: bool = True,
@@ -38,7 +40,7 @@ def show(
 
     key         unique on the page and the same from run to run, so that the figure is updated in place
     alt         what the figure shows, for those who cannot see it
-    numbers     a row for each thing drawn; nothing is offered without it
+    numbers     makes a table with a row for each thing drawn; nothing is offered without it
     selectable  True makes a click run the page (or fragment) again
     saveable    False where the caller offers `save` elsewhere
     titled      False where the caller puts the title as text for narrow screens elsewhere
@@ -60,11 +62,21 @@ def show(
     if numbers is not None or saveable:
         with st.container(horizontal=True, horizontal_alignment="right", gap="small"):
             if numbers is not None:
-                with st.expander("Numbers", icon=":material/table:"):
-                    table(numbers, key=f"{key}_numbers")
+                table_to_open(numbers, key=f"{key}_numbers")
             if saveable:
                 save(figure, key=key, alt=alt)
     return points
+
+
+def table_to_open(make: Callable[[], pd.DataFrame], *, key: str, label: str = "Numbers") -> None:
+    """Offer a table that is made, and sent, only once somebody opens it: most of what a page weighs otherwise."""
+    fragment(_table_to_open)(make, key, label)
+
+
+def _table_to_open(make: Callable[[], pd.DataFrame], key: str, label: str) -> None:
+    with st.expander(label, icon=":material/table:", key=f"{key}_open", on_change="rerun") as expander:
+        if expander.open:
+            table(make(), key=key)
 
 
 def save(figure: Any, *, key: str, alt: str, chart: str | None = None) -> None:

@@ -152,7 +152,7 @@ def _layers(run: Run, found: Search, steps: list[int], name: str) -> None:
         figure,
         key="token_layers",
         alt=f"The expert that takes most occurrences of {name}, by layer and step.",
-        numbers=_numbers(found, labels),
+        numbers=lambda: _numbers(found, labels),
         selectable=True,
     )
     _go(points)
@@ -188,7 +188,7 @@ def _experts(run: Run, found: Search, steps: list[int], name: str, layer: int, n
         figure,
         key="token_experts",
         alt=f"Share of the occurrences of {name} by expert of layer {label} and step.",
-        numbers=_numbers(found, {layer: label}),
+        numbers=lambda: _numbers(found, {layer: label}),
         selectable=True,
     )
     _go(points)

@@ -75,8 +75,7 @@ def matrix(run: Run, layer: int, rows: TokenRows, at: int) -> None:
         wrap_at=200,
     )
     moving.show(figure, key="replay_tokens", alt=f"Gate weights of the tokens by expert. {heading}.")
-    with st.expander("Numbers of the tokens", icon=":material/table:"):
-        charts.table(token_routes.numbers(rows), key="replay_token_numbers")
+    charts.table_to_open(lambda: token_routes.numbers(rows), key="replay_token_numbers", label="Numbers of the tokens")
 
 
 def at_or_before(steps_S: np.ndarray, step: int) -> int | None:

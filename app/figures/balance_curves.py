@@ -17,6 +17,7 @@ from app.figures.curves import STEP, metric_curves
 from app.figures.inputs import Curve, LoadSeries, ReferenceLine
 from app.figures.labels import number
 from app.figures.pooling import step_columns
+from app.figures.sheet import Sheet, Trace, scatter
 from app.figures.theme import OKABE_ITO, Theme, categorical_colour, figure_layout, mix, palette
 from moe_core.metrics import (
     WINDOW,
@@ -203,7 +204,7 @@ def share_area(
     colour_of = {expert: categorical_colour(rank, theme=theme, fill=True) for rank, expert in enumerate(busiest)}
 
     middle = steps if series.at_S is None else np.interp(steps, series.steps_S, series.at_S)
-    traces: list[go.Scatter] = []
+    traces: list[Trace] = []
     grey = {"fill": mix(p.block, p.ground, 0.75), "edge": p.ground}
 
     def draw(y_C: NDArray[np.float64], of: str, uniform: float, **settings: Any) -> None:
@@ -211,7 +212,7 @@ def share_area(
         stretches = [slice(None)] if kind == "lines" else _stretches(y_C)
         for place, stretch in enumerate(stretches):
             traces.append(
-                go.Scatter(
+                scatter(
                     x=middle[stretch],
                     y=y_C[stretch],
                     customdata=None if series.at_S is None else steps[stretch],
@@ -254,7 +255,7 @@ def share_area(
             name=name,
             showlegend=True,
         )
-    fig = go.Figure(traces)  # all at once: each added by itself costs as much as the making of it
+    fig = Sheet(*traces)
     notes = [_uniform_lines(fig, series.num_experts, kind, uniform, len(busiest), theme)]
     if pooled > 1:
         notes.append(f"Each point sums {pooled} recorded steps.")
@@ -278,8 +279,8 @@ def share_area(
             range=[float(middle[0]), float(middle[-1])] if len(middle) > 1 else [middle[0] - 1, middle[0] + 1],
             showgrid=False,
         )
-    fig.update_layout(overwrite=True, hovermode="closest", legend_traceorder="normal", uirevision=x_title)
-    return fig
+    fig.update_layout(hovermode="closest", legend={"traceorder": "normal"}, uirevision=x_title)
+    return fig.figure()
 
 
 def _stretches(y_C: NDArray[np.float64]) -> list[slice]:
@@ -294,16 +295,21 @@ def _share_hover(name: str, uniform: float, x_title: str | None) -> str:
     return f"<b>{name}</b><br>{where}<br>%{{y:.2f}}% of assignments<br>uniform share {uniform:.3g}%<extra></extra>"
 
 
-def _uniform_lines(fig: go.Figure, experts: int, kind: str, uniform: float, coloured: int, theme: Theme) -> str:
+def _uniform_lines(fig: Sheet, experts: int, kind: str, uniform: float, coloured: int, theme: Theme) -> str:
     """Draw the uniform share; returns the sentence that explains it."""
     p = palette(theme)
     share = f"{uniform:.3g}%"
     if kind == "lines":
-        fig.add_hline(
+        fig.add_hline(y=uniform, line={"color": p.text, "width": 1.5, "dash": "dash"})
+        fig.add_annotation(
+            text=f"uniform share {share}",
+            x=1,
+            xref="x domain",
             y=uniform,
-            line={"color": p.text, "width": 1.5, "dash": "dash"},
-            annotation={"text": f"uniform share {share}", "font": {"size": 12, "color": p.text}},
-            annotation_position="top right",
+            xanchor="right",
+            yanchor="bottom",
+            showarrow=False,
+            font={"size": 12, "color": p.text},
         )
         return f"Dashed: the uniform share, {share} for each expert."
     dotted: dict[str, Any] = {"line": {"color": p.text, "width": 1, "dash": "dot"}, "opacity": 0.55}
@@ -311,10 +317,8 @@ def _uniform_lines(fig: go.Figure, experts: int, kind: str, uniform: float, colo
         fig.add_hline(y=coloured * uniform, **dotted)
         return f"Dotted: where the coloured experts would end at the uniform share, {share} each."
     every = -(-experts // 16)
-    # all at once: add_hline looks at every trace, each time
-    across = {"type": "line", "xref": "x domain", "x0": 0, "x1": 1, **dotted}
-    shares = [expert * uniform for expert in range(every, experts, every)]
-    fig.update_layout(overwrite=True, shapes=[across | {"y0": share, "y1": share} for share in shares])
+    for expert in range(every, experts, every):
+        fig.add_hline(y=expert * uniform, **dotted)
     if every == 1:
         return f"Dotted: where the bands would meet at the uniform share, {share} each."
     return f"Dotted: where every {every} bands would end at the uniform share, {share} each."

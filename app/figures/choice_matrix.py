@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from app.figures.labels import number
 from app.figures.matrices import category_axes
+from app.figures.sheet import Sheet, Trace, heatmap, scatter
 from app.figures.theme import SHARE_SCALE, Theme, figure_layout, palette
 
 MOST_ROWS = 32
@@ -46,8 +47,8 @@ def choice_matrix(
     place_TE = _places(order_TR[:shown], E)
     said = np.array([[_said(values_TE[t, e], place_TE[t, e], num_chosen) for e in range(E)] for t in range(shown)])
     low, high = (np.nanmin(finite_TE), np.nanmax(finite_TE)) if np.isfinite(finite_TE).any() else (0.0, 1.0)
-    fig = go.Figure(
-        go.Heatmap(
+    fig = Sheet(
+        heatmap(
             x=experts,
             y=tokens,
             z=finite_TE,
@@ -68,13 +69,13 @@ def choice_matrix(
     if large:
         fig.add_trace(_texts(values_TE[:shown], (finite_TE - low) / max(high - low, 1e-9), theme))
         cells = zip(rows.tolist(), columns.tolist(), chosen_N.tolist(), strict=True)
-        fig.update_layout(overwrite=True, shapes=[_frame(*cell, theme) for cell in cells])
+        fig.update_layout(shapes=[_frame(*cell, theme) for cell in cells])
     else:
         fig.add_trace(_dots(rows[chosen_N], columns[chosen_N], theme))
     if dropped_TE is not None and dropped_TE[:shown].any():
         rows, columns = np.nonzero(dropped_TE[:shown])
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=[experts[column] for column in columns],
                 y=[tokens[row] for row in rows],
                 mode="markers",
@@ -97,16 +98,16 @@ def choice_matrix(
     )
     fig.update_layout(plot_bgcolor=p.no_data)
     category_axes(fig, experts, tokens, most_columns=16, most_rows=32)
-    return fig
+    return fig.figure()
 
 
-def _texts(values_TE: NDArray[np.float32], share_TE: NDArray[np.float64], theme: Theme) -> go.Scatter:
+def _texts(values_TE: NDArray[np.float32], share_TE: NDArray[np.float64], theme: Theme) -> Trace:
     """The numbers in the cells, each in the ink that its ground calls for: plotly's own choice is too pale on green."""
     T, E = values_TE.shape
     pale = share_TE < 0.4 if theme == "light" else share_TE > 0.45
     ink_TE = np.where(pale, "#1f2328", "#ffffff")
     ink_TE[np.isnan(share_TE)] = palette(theme).text
-    return go.Scatter(
+    return scatter(
         x=np.tile([str(expert) for expert in range(E)], T).tolist(),
         y=np.repeat([str(token) for token in range(T)], E).tolist(),
         text=[_cell(float(value)) for value in values_TE.ravel()],
@@ -147,8 +148,8 @@ def _frame(token: int, expert: int, chosen: bool, theme: Theme) -> dict[str, Any
     return {"type": "rect", "line": line, "fillcolor": "rgba(0,0,0,0)", **ends}
 
 
-def _dots(rows_N: NDArray[np.int64], columns_N: NDArray[np.int64], theme: Theme) -> go.Scatter:
-    return go.Scatter(
+def _dots(rows_N: NDArray[np.int64], columns_N: NDArray[np.int64], theme: Theme) -> Trace:
+    return scatter(
         x=[str(column) for column in columns_N],
         y=[str(row) for row in rows_N],
         mode="markers",

@@ -8,6 +8,7 @@ import plotly.graph_objects as go
 
 from app.figures.labels import category_ticks
 from app.figures.parameter_bars import ACCENTS
+from app.figures.sheet import Sheet, bar
 from app.figures.theme import Theme, figure_layout
 
 _MOST_TICKS = 24
@@ -25,8 +26,8 @@ def count_bars(
     height: int = 260,
 ) -> go.Figure:
     """One bar for each label, in their order, from 0 up."""
-    fig = go.Figure(
-        go.Bar(
+    fig = Sheet(
+        bar(
             x=list(labels),
             y=list(values),
             marker={"color": ACCENTS[theme][0]},
@@ -40,4 +41,4 @@ def count_bars(
         type="category", showgrid=False, tickvals=category_ticks(list(labels), _MOST_TICKS), categoryorder="trace"
     )
     fig.update_yaxes(rangemode="tozero", tickformat=",d" if max(values, default=0) >= 4 else None)
-    return fig
+    return fig.figure()

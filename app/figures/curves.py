@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
-from plotly.subplots import make_subplots
 
 from app.figures.breaks import breaks, restart_position, with_gaps
+from app.figures.group_range import GroupRange, add_ranges
 from app.figures.inputs import Curve, ReferenceLine
 from app.figures.labels import number, plain
+from app.figures.sheet import Sheet, Trace, scatter
 from app.figures.theme import Theme, categorical_colour, figure_layout, line_dash, palette
 from moe_core.curves import downsample, smooth
 
@@ -34,6 +35,7 @@ def metric_curves(
     y_title: str,
     theme: Theme = "light",
     lines: Sequence[ReferenceLine] = (),
+    ranges: Sequence[GroupRange] = (),
     smoothing: float = 0.0,
     log_y: bool = False,
     y_floor: float | None = None,
@@ -50,6 +52,7 @@ def metric_curves(
 
     curves: see `Curve`; panels stand in the order they first come. y_title: name and unit of the values.
     lines: bounds and balanced values, drawn dashed and labelled, always within the picture.
+    ranges: what several runs of a panel cover, with their mean, over the curves.
     smoothing: weight of `moe_core.curves.smooth`, 0 draws the values as they are; otherwise they stay faintly behind.
     log_y: logarithmic values; what is zero or negative then gets a mark at the foot, as non-finite values do.
     y_floor: lowest value of the axis (0 for counts). max_points: per curve; beyond it curves are down-sampled, their
@@ -64,15 +67,15 @@ def metric_curves(
     rows = math.ceil(len(panels) / cols)
     plot_height = rows * panel_height + (rows - 1) * _PANEL_GAP
     headings = [plain(name) for name in panels] if panels != [""] else None
-    fig = make_subplots(
+    fig = Sheet(
         rows=rows,
         cols=cols,
-        shared_xaxes="all" if len(panels) > 1 else False,
+        shared_xaxes="all" if len(panels) > 1 else None,
         vertical_spacing=_PANEL_GAP / plot_height if rows > 1 else 0.0,
         horizontal_spacing=0.08 if cols > 1 else 0.0,
         subplot_titles=headings,
     )
-    ranges = {
+    axes = {
         name: _value_range(
             [c for c in curves if share_y or c.panel == name],
             [line for line in lines if share_y or line.panel in (None, name)],
@@ -90,13 +93,13 @@ def metric_curves(
         thinned = max(thinned, len(curve.steps_S) if len(curve.steps_S) > max_points else 0)
         for trace in _curve_traces(curve, theme, smoothing, log_y, max_points, curve is entry[curve.group], x_title):
             fig.add_trace(trace, **place)
-        marks = _marks(curve, theme, foot=ranges[curve.panel][0], log_y=log_y, x_title=x_title)
+        marks = _marks(curve, theme, foot=axes[curve.panel][0], log_y=log_y, x_title=x_title)
         if marks is not None:
             fig.add_trace(marks, **place)
     for index, name in enumerate(panels):
         place = _place(index, cols)
         if not any(c.panel == name for c in curves):
-            fig.add_trace(go.Scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip"), **place)
+            fig.add_trace(scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip"), **place)
         for line in lines:
             if line.panel in (None, name):
                 _add_line(fig, line, theme, place, log_y)
@@ -107,7 +110,8 @@ def metric_curves(
             _add_restart(fig, at, theme, place)
         if marker_step is not None:
             fig.add_vline(x=marker_step, line={"color": p.text, "width": 1.5}, **place)
-        fig.update_yaxes(range=list(ranges[name]), **place)
+        fig.update_yaxes(range=list(axes[name]), **place)
+    add_ranges(fig, ranges, panels, theme=theme, panels_per_row=cols)
     notes = [note] if note else []
     if smoothing > 0:
         notes.append(f"Smoothed with weight {smoothing:g}; the values themselves lie faintly behind.")
@@ -127,15 +131,15 @@ def metric_curves(
     fig.update_yaxes(type="log" if log_y else "linear")
     if log_y:
         fig.update_yaxes(dtick=1, exponentformat="none")
-    fig.update_yaxes(title_text=y_title, col=1)
-    fig.update_xaxes(title_text=x_title, row=rows)
+    fig.update_yaxes(title={"text": y_title}, col=1)
+    fig.update_xaxes(title={"text": x_title}, row=rows)
     extent = _x_range(curves)
     fig.update_xaxes(range=extent, showticklabels=True, showgrid=False, ticks="outside", ticklen=4)
     if x_title == STEP and extent is not None and extent[1] - extent[0] < 8:
         fig.update_xaxes(dtick=1, tickformat=",d")
     # A person's zoom stays while a live run grows.
-    fig.update_layout(overwrite=True, hovermode="closest", uirevision=x_title)
-    return fig
+    fig.update_layout(hovermode="closest", uirevision=x_title)
+    return fig.figure()
 
 
 def _place(index: int, cols: int) -> dict[str, int]:
@@ -144,7 +148,7 @@ def _place(index: int, cols: int) -> dict[str, int]:
 
 def _curve_traces(
     curve: Curve, theme: Theme, smoothing: float, log_y: bool, max_points: int, legend: bool, x_title: str
-) -> list[go.Scatter]:
+) -> list[Trace]:
     colour = categorical_colour(curve.colour, theme=theme)
     drawable = _drawable(curve.values_S, log_y)
     values = np.where(drawable, curve.values_S, np.nan)
@@ -154,13 +158,13 @@ def _curve_traces(
     hover = f"<b>{plain(curve.name)}</b><br>{_where(curve, x_title)}<br>%{{y:.6g}}<extra></extra>"
     places_B = breaks(curve.steps_S, curve.restarts)
 
-    def trace(y: NDArray[np.float64], **settings: Any) -> go.Scatter:
+    def trace(y: NDArray[np.float64], **settings: Any) -> Trace:
         steps, at, y = with_gaps(places_B, curve.steps_S, curve.steps_S if curve.at_S is None else curve.at_S, y)
         kept, y = downsample(np.arange(len(y)), y, max(max_points, _MIN_POINTS))
         # A value between two gaps has no neighbour to draw a line to: without a marker it would not be seen.
         alone = len(y) == 1 or bool(np.any(_lonely(y)))
         marker = {"size": np.where(_lonely(y), 8, 0) if alone else 0, "opacity": 1, "color": colour}
-        return go.Scatter(
+        return scatter(
             x=at[kept] if len(places_B) or curve.at_S is not None else curve.steps_S[kept],
             y=y,
             customdata=None if curve.at_S is None else steps[kept],
@@ -207,7 +211,7 @@ def _where(curve: Curve, x_title: str) -> str:
     return f"step %{{customdata:,d}}<br>{plain(x_title)}: %{{x:,.5~g}}"
 
 
-def _marks(curve: Curve, theme: Theme, *, foot: float, log_y: bool, x_title: str) -> go.Scatter | None:
+def _marks(curve: Curve, theme: Theme, *, foot: float, log_y: bool, x_title: str) -> Trace | None:
     """Marks at the foot of the panel where a recorded value cannot be drawn: NaN, infinities, zeros on a log axis.
 
     foot: lowest value of the axis, its logarithm on a log axis.
@@ -220,7 +224,7 @@ def _marks(curve: Curve, theme: Theme, *, foot: float, log_y: bool, x_title: str
     places = np.flatnonzero(lost)[:MAX_POINTS]  # a run that is NaN from some step on: its first marks tell the story
     steps, values = curve.steps_S[places], curve.values_S[places]
     words = [str(float(v)) if not np.isfinite(v) else f"{number(float(v))}, off the log axis" for v in values]
-    return go.Scatter(
+    return scatter(
         x=steps if curve.at_S is None else curve.at_S[places],
         customdata=None if curve.at_S is None else steps,
         y=np.full(len(steps), 10.0**foot if log_y else foot),
@@ -270,7 +274,7 @@ def _x_range(curves: Sequence[Curve]) -> list[float] | None:
     return [low - air, high + air]
 
 
-def _add_line(fig: go.Figure, line: ReferenceLine, theme: Theme, place: dict[str, int], log_y: bool) -> None:
+def _add_line(fig: Sheet, line: ReferenceLine, theme: Theme, place: dict[str, int], log_y: bool) -> None:
     p = palette(theme)
     if log_y and line.value <= 0:
         return
@@ -289,13 +293,19 @@ def _add_line(fig: go.Figure, line: ReferenceLine, theme: Theme, place: dict[str
     )
 
 
-def _add_restart(fig: go.Figure, at: float, theme: Theme, place: dict[str, int]) -> None:
+def _add_restart(fig: Sheet, at: float, theme: Theme, place: dict[str, int]) -> None:
     p = palette(theme)
-    fig.add_vline(
+    fig.add_vline(x=at, line={"color": p.text, "width": 1, "dash": "dot"}, **place)
+    fig.add_annotation(
+        text="resumed",
+        textangle=-90,
         x=at,
-        line={"color": p.text, "width": 1, "dash": "dot"},
-        annotation={"text": "resumed", "font": {"size": 11, "color": p.text}, "textangle": -90},
-        annotation_position="top left",
+        y=1,
+        yref="y domain",
+        xanchor="right",
+        yanchor="top",
+        showarrow=False,
+        font={"size": 11, "color": p.text},
         **place,
     )
 

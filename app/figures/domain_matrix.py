@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from app.figures.labels import category_ticks, plain
 from app.figures.pooling import expert_groups, group_labels, pool_experts
+from app.figures.sheet import Sheet, heatmap
 from app.figures.theme import Theme, figure_layout, load_coloraxis, load_z, palette
 
 MAX_COLUMNS = 128  # experts; more are pooled by their maximum
@@ -31,8 +32,8 @@ def domain_matrix(
     labels = group_labels(first_R, share_DE.shape[1])
     names = [plain(domain) for domain in domains]
     text = [[f"{100 * cell * baseline:.1f}%" if np.isfinite(cell) else "no tokens" for cell in row] for row in ratio]
-    fig = go.Figure(
-        go.Heatmap(
+    fig = Sheet(
+        heatmap(
             x=labels,
             y=names,
             z=load_z(ratio),
@@ -60,7 +61,7 @@ def domain_matrix(
         left=24 + 8 * max((len(domain) for domain in domains), default=0),
         x_title="expert",
     )
-    fig.update_layout(overwrite=True, coloraxis=load_coloraxis(theme, length=240), plot_bgcolor=palette(theme).no_data)
+    fig.update_layout(coloraxis=load_coloraxis(theme, length=240), plot_bgcolor=palette(theme).no_data)
     fig.update_xaxes(
         type="category",
         categoryarray=labels,
@@ -70,4 +71,4 @@ def domain_matrix(
         tickangle=0,
     )
     fig.update_yaxes(type="category", categoryarray=names, autorange="reversed", showgrid=False, ticks="")
-    return fig
+    return fig.figure()

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from app.figures.sheet import Sheet, scatter
 from app.figures.theme import Theme, hex_to_rgb, palette
 
 MEAN = "mean of the group"
@@ -28,11 +28,11 @@ class GroupRange:
 
 
 def add_ranges(
-    fig: go.Figure, ranges: Sequence[GroupRange], panels: Sequence[str], *, theme: Theme, panels_per_row: int
+    fig: Sheet, ranges: Sequence[GroupRange], panels: Sequence[str], *, theme: Theme, panels_per_row: int
 ) -> None:
     """Draw in each panel a grey band from the lowest to the highest run and their mean as a line in the text's colour.
 
-    In place. panels: every panel of the figure in the order they stand, `panels_per_row` in a row.
+    panels: every panel of the figure in the order they stand, `panels_per_row` in a row.
     """
     p = palette(theme)
     cols = min(panels_per_row, len(panels))
@@ -47,10 +47,10 @@ def add_ranges(
         at = panels.index(one.panel)
         where = {"row": at // cols + 1, "col": at % cols + 1}
         edge = {"x": steps, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        fig.add_trace(go.Scatter(y=low, name="lowest", **edge), **where)
-        fig.add_trace(go.Scatter(y=high, name="highest", fill="tonexty", fillcolor=grey, **edge), **where)
+        fig.add_trace(scatter(y=low, name="lowest", **edge), **where)
+        fig.add_trace(scatter(y=high, name="highest", fill="tonexty", fillcolor=grey, **edge), **where)
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=steps,
                 y=mean,
                 mode="lines",

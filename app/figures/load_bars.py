@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
-from plotly.subplots import make_subplots
 
 from app.figures.labels import category_ticks, number
 from app.figures.pooling import expert_groups, group_labels
+from app.figures.sheet import Sheet, Trace, bar, scatter
 from app.figures.theme import LOAD_FLOOR, Theme, figure_layout, load_coloraxis, load_colours, palette
 from moe_core.metrics import load_ratio
 
@@ -59,10 +59,10 @@ def load_bars(
     heights = [250, 120] if with_bias else [250]
     gap = 34
     plot_height = sum(heights) + gap * (len(heights) - 1)
-    fig = make_subplots(
+    fig = Sheet(
         rows=len(heights),
         cols=1,
-        shared_xaxes=True,
+        shared_xaxes="columns",
         row_heights=heights,
         vertical_spacing=gap / plot_height if with_bias else 0.0,
     )
@@ -76,7 +76,7 @@ def load_bars(
     edges = [p.text if highlight is not None and e == highlight else p.block_line for e in chosen_R]
     widths = [3 if highlight is not None and e == highlight else 1 for e in chosen_R]
     fig.add_trace(
-        go.Bar(
+        bar(
             x=labels,
             y=_place(ratio_E[chosen_R]),
             marker={
@@ -95,7 +95,7 @@ def load_bars(
             fig.add_trace(ghost)
     if mass_E is not None and experts <= MAX_MARKED:
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=labels,
                 y=_place(mass_E),
                 mode="markers",
@@ -140,7 +140,7 @@ def load_bars(
         range=[_FLOOR, np.log2(bound) + 0.6],
         tickvals=tick_values,
         ticktext=tick_texts,
-        title_text="load / uniform share",
+        title={"text": "load / uniform share"},
         row=1,
     )
     ticks = category_ticks(labels, 32 if experts <= 32 else 16)
@@ -154,15 +154,13 @@ def load_bars(
         tickangle=0,
         showgrid=False,
     )
-    fig.update_xaxes(title_text="expert", row=len(heights))
-    fig.update_layout(overwrite=True, bargap=0.25 if experts <= 64 else 0.05, hovermode="closest")
+    fig.update_xaxes(title={"text": "expert"}, row=len(heights))
+    fig.update_layout(bargap=0.25 if experts <= 64 else 0.05, hovermode="closest")
     if colorbar:
-        fig.update_layout(
-            overwrite=True, coloraxis=load_coloraxis(theme, bound=bound, length=min(plot_height + 30, 330))
-        )
+        fig.update_layout(coloraxis=load_coloraxis(theme, bound=bound, length=min(plot_height + 30, 330)))
         # Bars carry colours of their own (idle is no point on a continuous scale): this trace brings the bar.
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=[None],
                 y=[None],
                 mode="markers",
@@ -172,7 +170,7 @@ def load_bars(
                 name="scale",
             )
         )
-    return fig
+    return fig.figure()
 
 
 def _fitting(values: NDArray, experts: int, name: str) -> NDArray[np.float64]:
@@ -244,7 +242,7 @@ def _group_hovers(hover_E: list[str], chosen_R: NDArray[np.int64], labels: list[
     return texts
 
 
-def _ghosts(labels: list[str], y: NDArray[np.float64], name: str, theme: Theme) -> list[go.Scatter]:
+def _ghosts(labels: list[str], y: NDArray[np.float64], name: str, theme: Theme) -> list[Trace]:
     """Marks of the previous step: a dash with a rim, so that it shows on pale and on strong bars alike."""
     p = palette(theme)
     size = float(np.clip(420 / len(labels), 4, 22))
@@ -253,7 +251,7 @@ def _ghosts(labels: list[str], y: NDArray[np.float64], name: str, theme: Theme) 
         for extra, colour in ((1, p.ground), (0, p.text))
     )
     common = {"x": labels, "y": y, "mode": "markers", "hoverinfo": "skip", "name": name}
-    return [go.Scatter(marker=rim, showlegend=False, **common), go.Scatter(marker=dash, **common)]
+    return [scatter(marker=rim, showlegend=False, **common), scatter(marker=dash, **common)]
 
 
 def _ticks(bound: float) -> tuple[list[float], list[str]]:
@@ -270,7 +268,7 @@ def _ticks(bound: float) -> tuple[list[float], list[str]]:
 
 
 def _bias_panel(
-    fig: go.Figure,
+    fig: Sheet,
     bias_E: NDArray | None,
     previous_bias_E: NDArray | None,
     bias_range: tuple[float, float] | None,
@@ -297,7 +295,7 @@ def _bias_panel(
         hover.append(text)
     chosen_R = _strongest(np.nan_to_num(np.abs(bias), nan=-1.0), first_R)
     fig.add_trace(
-        go.Bar(
+        bar(
             x=labels,
             y=bias[chosen_R],
             marker={"color": p.block, "line": {"color": p.block_line, "width": 1 if experts <= MAX_MARKED else 0}},
@@ -311,8 +309,7 @@ def _bias_panel(
     )
     if before is not None and experts <= MAX_MARKED:
         for ghost in _ghosts(labels, before, "bias at the previous step", theme):
-            ghost.showlegend = False
-            fig.add_trace(ghost, row=2, col=1)
+            fig.add_trace(ghost | {"showlegend": False}, row=2, col=1)
     if bias_E is None:
         fig.add_annotation(
             text="no bias at this step",
@@ -326,4 +323,4 @@ def _bias_panel(
             col=1,
         )
     fig.add_hline(y=0, line={"color": p.text, "width": 1.5}, row=2, col=1)
-    fig.update_yaxes(range=[low - air, high + air], title_text="bias", nticks=5, row=2)
+    fig.update_yaxes(range=[low - air, high + air], title={"text": "bias"}, nticks=5, row=2)

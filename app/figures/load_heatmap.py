@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
-from plotly.subplots import make_subplots
 
 from app.figures.inputs import LoadSeries
 from app.figures.labels import category_ticks, number, plain, wrap
@@ -24,6 +23,7 @@ from app.figures.pooling import (
     pool_experts,
     step_columns,
 )
+from app.figures.sheet import Sheet, heatmap, scatter
 from app.figures.theme import BEYOND_Z, Theme, figure_layout, load_coloraxis, load_z, palette, undimmed
 from moe_core.metrics import load_ratio
 
@@ -123,10 +123,10 @@ def load_heatmap(
         for layer in layers
     ] or [160]
     plot_height = sum(heights) + _HEADING * (rows - 1)
-    fig = make_subplots(
+    fig = Sheet(
         rows=rows,
         cols=cols,
-        shared_xaxes=True,
+        shared_xaxes="columns",
         row_heights=heights,
         vertical_spacing=_HEADING / plot_height if rows > 1 else 0.0,
         horizontal_spacing=min(0.05, 0.3 / cols),
@@ -159,10 +159,10 @@ def load_heatmap(
                 row=row,
                 col=col,
             )
-        fig.update_yaxes(title_text=f"{wrap(f'layer {shown[layer]}', 16)}<br>{row_name}", row=row, col=1)
+        fig.update_yaxes(title={"text": f"{wrap(f'layer {shown[layer]}', 16)}<br>{row_name}"}, row=row, col=1)
     if marker_step is not None and series:
         _line_at(fig, marker_step)
-    fig.update_xaxes(title_text="step", row=rows)
+    fig.update_xaxes(title={"text": "step"}, row=rows)
     bounds = {s.bound for s in series}
     figure_layout(
         fig,
@@ -179,7 +179,6 @@ def load_heatmap(
     fig.update_xaxes(range=extent, showgrid=False, ticks="outside", ticklen=4)
     fig.update_yaxes(showgrid=False, ticks="")
     fig.update_layout(
-        overwrite=True,
         plot_bgcolor=p.no_data,
         coloraxis=load_coloraxis(
             theme, bound=bounds.pop() if len(bounds) == 1 else None, length=min(plot_height + 40, 360)
@@ -187,7 +186,7 @@ def load_heatmap(
         hovermode="closest",
         uirevision="load",  # a person's zoom stays while a live run grows
     )
-    return fig
+    return fig.figure()
 
 
 def has_click_points(figure: go.Figure) -> bool:
@@ -201,7 +200,7 @@ def _columns_that_fit(series: Sequence[LoadSeries], runs: int, max_rows: int) ->
     return int(np.clip(fit, MIN_COLUMNS, MAX_COLUMNS))
 
 
-def _line_at(fig: go.Figure, x: float, dash: str = "solid", **place: int) -> None:
+def _line_at(fig: Sheet, x: float, dash: str = "solid", **place: int) -> None:
     """A dark line with a light rim: the cells below are white, purple or red in both themes."""
     fig.add_vline(x=x, line={"color": "#ffffff", "width": 4}, **place)
     fig.add_vline(x=x, line={"color": "#1f2328", "width": 1.5, "dash": dash}, **place)
@@ -252,11 +251,11 @@ def _hover(series: LoadSeries, cells: HeatmapCells, row_name: str) -> str:
     return "<br>".join(lines) + "<extra></extra>"
 
 
-def _add_cells(fig: go.Figure, row: int, col: int, cells: HeatmapCells, hover: str, fields: int) -> None:
+def _add_cells(fig: Sheet, row: int, col: int, cells: HeatmapCells, hover: str, fields: int) -> None:
     if cells.z_RC.size == 0:
         return
     fig.add_trace(
-        go.Heatmap(
+        heatmap(
             x=cells.columns.edges,
             y=cells.labels,
             z=cells.z_RC.astype(np.float32),
@@ -276,7 +275,7 @@ def _compact(numbers: NDArray[np.float64]) -> NDArray:
     return numbers.astype(np.float32) if exact else numbers
 
 
-def _mark_beyond(fig: go.Figure, row: int, col: int, cells: HeatmapCells) -> None:
+def _mark_beyond(fig: Sheet, row: int, col: int, cells: HeatmapCells) -> None:
     """A mark in each stretch of cells beyond 16, so that clipped cells differ by more than their colour."""
     beyond = cells.z_RC == BEYOND_Z
     x, y = [], []
@@ -288,7 +287,7 @@ def _mark_beyond(fig: go.Figure, row: int, col: int, cells: HeatmapCells) -> Non
             y.append(cells.labels[r])
     if x:
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=x,
                 y=y,
                 mode="markers",
@@ -303,7 +302,7 @@ def _mark_beyond(fig: go.Figure, row: int, col: int, cells: HeatmapCells) -> Non
         )
 
 
-def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: int, hover: str, stride: int) -> None:
+def _add_points(fig: Sheet, row: int, col: int, cells: HeatmapCells, layer: int, hover: str, stride: int) -> None:
     """Invisible points that can be clicked, in every `stride`-th column; customdata = (layer, expert, step, ...)."""
     known_r, known_c = np.nonzero(~np.isnan(cells.z_RC))
     here = known_c % stride == stride - 1  # never more than a stride-th of the columns
@@ -314,7 +313,7 @@ def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: 
     for i in reversed(range(6)):  # the points carry three more fields in front
         hover = hover.replace(f"customdata[{i}]", f"customdata[{i + 3}]")
     fig.add_trace(
-        go.Scatter(
+        scatter(
             x=centres[known_c],
             y=np.array(cells.labels, dtype=object)[known_r],
             # An array of numbers would reach Streamlit's selection as a dict. One of objects is sent as a list, and
@@ -334,9 +333,9 @@ def _add_points(fig: go.Figure, row: int, col: int, cells: HeatmapCells, layer: 
     )
 
 
-def _empty_panel(fig: go.Figure, row: int, col: int, text: str, theme: Theme) -> None:
+def _empty_panel(fig: Sheet, row: int, col: int, text: str, theme: Theme) -> None:
     # An annotation alone would leave the subplot out of the figure: give it one point that is not drawn.
-    fig.add_trace(go.Scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", name="empty"), row=row, col=col)
+    fig.add_trace(scatter(x=[None], y=[None], showlegend=False, hoverinfo="skip", name="empty"), row=row, col=col)
     fig.update_yaxes(showticklabels=False, row=row, col=col)
     fig.add_annotation(
         text=text,

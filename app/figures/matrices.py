@@ -3,16 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import plotly.graph_objects as go
-
 from app.figures.labels import category_ticks
+from app.figures.sheet import Sheet
 from app.figures.theme import Theme, palette
 
 _ROOM = 100  # characters of labels, a gap after each, that fit side by side under a figure beside the menu
 
 
 def category_axes(
-    fig: go.Figure,
+    fig: Sheet,
     columns: Sequence[str],
     rows: Sequence[str],
     *,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from app.figures.labels import next_step, plain, si
 from app.figures.pooling import expert_groups, group_labels, pool_experts
+from app.figures.sheet import Sheet, Trace, heatmap, scatter
 from app.figures.theme import Theme, figure_layout, ink_on, load_coloraxis, load_colours, load_z, palette, undimmed
 from moe_core.metrics import load_ratio
 
@@ -54,7 +55,7 @@ def model_map(
     Layers with more than `max_rows` experts show the busiest of a few neighbours in each cell, and the note says so.
     """
     p = palette(theme)
-    fig = go.Figure()
+    fig = Sheet()
     shapes: list[dict[str, Any]] = []
     pooled = 1
     half = 0.4 if len(layers) <= 40 else 0.47  # half the width of a layer
@@ -82,9 +83,9 @@ def model_map(
         labels = group_labels(first_R, experts)
         inner = half * _latent_share(layer, d_model)
         trace, ink = _column(layer, (x - inner, x + inner), edges, first_R, load_by_layer, theme)
-        trace.ygap = 1 if len(first_R) <= 40 else 0
+        trace["ygap"] = 1 if len(first_R) <= 40 else 0
         if has_points:  # the points above the cells tell the same
-            trace.update(text=None, hovertemplate=None, hoverinfo="skip")
+            trace |= {"text": None, "hovertemplate": None, "hoverinfo": "skip"}
         fig.add_trace(trace)
         # Behind the cells: shows in the gaps between them, as thin lines that part even white from white.
         shapes.append(_box(x, inner, 0, 1, fill=p.block_line, line=p.block_line))
@@ -110,7 +111,7 @@ def model_map(
     _add_layer_hover(fig, layers, theme, shared_any, silent)
     if numbers:
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=[n[0] for n in numbers],
                 y=[n[1] for n in numbers],
                 text=[n[2] for n in numbers],
@@ -124,7 +125,7 @@ def model_map(
         )
     if has_points:
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=[c[0] for c in cells],
                 y=[c[1] for c in cells],
                 customdata=[[c[2], c[3]] for c in cells],
@@ -159,12 +160,12 @@ def model_map(
         showline=False,
     )
     fig.update_yaxes(range=[(_FOOT[0] if shared_any else 0) - 0.03, 1.12], visible=False, showgrid=False)
-    fig.update_layout(overwrite=True, shapes=shapes, hovermode="closest")
+    fig.update_layout(shapes=shapes, hovermode="closest")
     if load_by_layer is not None:
         bounds = {int(layer["num_experts"]) / int(layer["top_k"]) for layer in moe if layer.get("top_k")}
         bound = bounds.pop() if len(bounds) == 1 else None
-        fig.update_layout(overwrite=True, coloraxis=load_coloraxis(theme, bound=bound, length=min(height + 40, 360)))
-    return fig
+        fig.update_layout(coloraxis=load_coloraxis(theme, bound=bound, length=min(height + 40, 360)))
+    return fig.figure()
 
 
 def key_of(layer: Mapping[str, Any]) -> int:
@@ -201,7 +202,7 @@ def _column(
     first_R: NDArray[np.int64],
     load_by_layer: Mapping[int, NDArray] | None,
     theme: Theme,
-) -> tuple[go.Heatmap, list[str]]:
+) -> tuple[Trace, list[str]]:
     """One MoE layer as a heatmap of one column, and the text colour that reads on each of its cells."""
     p = palette(theme)
     rows = len(first_R)
@@ -210,17 +211,17 @@ def _column(
     common = {"text": [[h] for h in hover], "hovertemplate": "%{text}<extra></extra>"}
     if load_by_layer is None:
         flat = [[0, _PLAIN_EXPERT[theme]], [1, _PLAIN_EXPERT[theme]]]
-        trace = go.Heatmap(z=np.zeros((rows, 1)), colorscale=flat, showscale=False, **settings, **common)
+        trace = heatmap(z=np.zeros((rows, 1)), colorscale=flat, showscale=False, **settings, **common)
         return trace, [ink_on(_PLAIN_EXPERT[theme])] * rows
     ratio_E = _ratios(layer, load_by_layer)
     pooled_R = pool_experts(ratio_E, first_R)
     z = load_z(pooled_R)
     if np.isnan(z).all():
         grey = [[0, p.no_data], [1, p.no_data]]
-        trace = go.Heatmap(z=np.zeros((rows, 1)), colorscale=grey, showscale=False, **settings, **common)
+        trace = heatmap(z=np.zeros((rows, 1)), colorscale=grey, showscale=False, **settings, **common)
         return trace, [ink_on(p.no_data)] * rows
     ink = [ink_on(colour) for colour in load_colours(pooled_R, theme=theme)]
-    return go.Heatmap(z=z[:, None], coloraxis="coloraxis", **settings, **common), ink
+    return heatmap(z=z[:, None], coloraxis="coloraxis", **settings, **common), ink
 
 
 def _ratios(layer: Mapping[str, Any], load_by_layer: Mapping[int, NDArray]) -> NDArray[np.float64]:
@@ -303,7 +304,7 @@ def layer_summary(layer: Mapping[str, Any]) -> str:
 
 
 def _add_layer_hover(
-    fig: go.Figure, layers: Sequence[Mapping[str, Any]], theme: Theme, shared: bool, silent: set[int]
+    fig: Sheet, layers: Sequence[Mapping[str, Any]], theme: Theme, shared: bool, silent: set[int]
 ) -> None:
     """A handle above each layer (and on dense blocks and shared experts) that tells what the layer is.
 
@@ -315,7 +316,7 @@ def _add_layer_hover(
 
     def handles(places: Sequence[tuple[int, float]], name: str, size: int, opacity: float, text: list[str]) -> None:
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=[x for x, _ in places],
                 y=[y for _, y in places],
                 mode="markers+text" if few else "markers",

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 
 from app.figures.matrices import category_axes, colorbar
+from app.figures.sheet import Sheet, heatmap
 from app.figures.theme import SHARE_SCALE, Theme, figure_layout, palette
 
 # One hue for shares, as in the matrix of tokens: neither the load's colours nor an expert's.
@@ -43,8 +44,8 @@ def pair_matrix(
     if len(rows) < len(order_A) or len(columns) < len(order_B):
         notes.append(f"Neighbours are pooled to {len(rows)} rows and {len(columns)} columns, the greatest share shown.")
     side = int(np.clip(18 * len(rows), 260, 640))
-    fig = go.Figure(
-        go.Heatmap(
+    fig = Sheet(
+        heatmap(
             x=columns,
             y=rows,
             z=share,
@@ -71,7 +72,7 @@ def pair_matrix(
     )
     fig.update_layout(plot_bgcolor=p.no_data)
     category_axes(fig, columns, rows, most_columns=40, most_rows=32, short=_block)
-    return fig
+    return fig.figure()
 
 
 def _block(name: str) -> str:

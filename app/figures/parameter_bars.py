@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from app.figures.labels import next_step
 from app.figures.model_map import is_moe, key_of, label_of
+from app.figures.sheet import Sheet, Trace, bar
 from app.figures.theme import Theme, figure_layout, palette
 
 #: Of total parameters and of those active for a token, in every picture of them.
@@ -42,9 +43,9 @@ def parameter_bars(
     active = [float(layer["parameters_active"]) for layer in layers]
     labelled = len(layers) <= 10
 
-    def bars(name: str, values: list[float], colour: str, factors: bool) -> go.Bar:
+    def bars(name: str, values: list[float], colour: str, factors: bool) -> Trace:
         times = [v / d if d > 0 else float("nan") for v, d in zip(values, dense, strict=True)]
-        return go.Bar(
+        return bar(
             x=labels,
             y=values,
             name=name,
@@ -61,12 +62,10 @@ def parameter_bars(
         )
 
     accents = ACCENTS[theme]
-    fig = go.Figure(
-        [
-            bars("dense of the same width", dense, p.block, factors=False),
-            bars("active for a token", active, accents[1], factors=True),
-            bars("total", total, accents[0], factors=True),
-        ]
+    fig = Sheet(
+        bars("dense of the same width", dense, p.block, factors=False),
+        bars("active for a token", active, accents[1], factors=True),
+        bars("total", total, accents[0], factors=True),
     )
     figure_layout(
         fig,
@@ -91,4 +90,4 @@ def parameter_bars(
     )
     fig.update_yaxes(rangemode="tozero", range=[0, max([*total, *dense, 1.0]) * 1.12], exponentformat="B")
     fig.update_layout(barmode="group", bargap=0.25, bargroupgap=0.05)
-    return fig
+    return fig.figure()

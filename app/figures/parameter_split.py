@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from app.figures.labels import plain, si
 from app.figures.parameter_bars import ACCENTS
+from app.figures.sheet import Sheet, Trace, bar
 from app.figures.theme import Theme, figure_layout, palette
 from app.words import percent
 
@@ -40,8 +41,8 @@ def parameter_split(splits: Sequence[Split], *, title: str, theme: Theme = "ligh
     ]
     positions = list(range(len(splits)))  # not the names: two models may share one
 
-    def part(name: str, values: list[int], colour: str) -> go.Bar:
-        return go.Bar(
+    def part(name: str, values: list[int], colour: str) -> Trace:
+        return bar(
             x=values,
             y=positions,
             orientation="h",
@@ -51,11 +52,9 @@ def parameter_split(splits: Sequence[Split], *, title: str, theme: Theme = "ligh
             hovertemplate="%{hovertext}<extra></extra>",
         )
 
-    fig = go.Figure(
-        [
-            part("active for a token", [split.active for split in splits], ACCENTS[theme][1]),
-            part("not used by it", [split.total - split.active for split in splits], p.block),
-        ]
+    fig = Sheet(
+        part("active for a token", [split.active for split in splits], ACCENTS[theme][1]),
+        part("not used by it", [split.total - split.active for split in splits], p.block),
     )
     longest = max((split.total for split in splits), default=1)
     for position, split in zip(positions, splits, strict=True):
@@ -82,5 +81,5 @@ def parameter_split(splits: Sequence[Split], *, title: str, theme: Theme = "ligh
     fig.update_yaxes(
         range=[len(splits) - 0.5, -0.5], tickvals=positions, ticktext=names, showgrid=False, ticks="", showline=False
     )
-    fig.update_layout(barmode="stack", bargap=0.3, hovermode="closest", legend_traceorder="normal")
-    return fig
+    fig.update_layout(barmode="stack", bargap=0.3, hovermode="closest", legend={"traceorder": "normal"})
+    return fig.figure()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 
 from app.figures.labels import plain
+from app.figures.sheet import Sheet, bar
 from app.figures.theme import Theme, figure_layout, palette
 
 CUT = 5  # a bar is cut at this many times the shortest, so that one slow candidate does not flatten all others
@@ -46,35 +47,35 @@ def reference_bars(
     """
     if not bars:
         raise ValueError("reference_bars needs at least one bar")
-    for bar in bars:
-        if not 0 <= bar.value < float("inf"):
-            raise ValueError(f"the value of {bar.name!r} must be finite and at least 0, got {bar.value}")
+    for one in bars:
+        if not 0 <= one.value < float("inf"):
+            raise ValueError(f"the value of {one.name!r} must be finite and at least 0, got {one.value}")
     p = palette(theme)
-    end = max(CUT * min(bar.value for bar in bars), 1.25 * reference) or 1.0
-    cut = any(bar.value > end for bar in bars)
-    names = [plain(bar.name) for bar in bars]
+    end = max(CUT * min(one.value for one in bars), 1.25 * reference) or 1.0
+    cut = any(one.value > end for one in bars)
+    names = [plain(one.name) for one in bars]
     # Beside a cut bar stands its whole value, and a mark that it goes on.
-    labels = [plain(bar.label) + (" »" if bar.value > end else "") for bar in bars]
-    longest = max(min(bar.value, end) for bar in bars)
-    fig = go.Figure()
+    labels = [plain(one.label) + (" »" if one.value > end else "") for one in bars]
+    longest = max(min(one.value, end) for one in bars)
+    fig = Sheet()
     if part_name:
         fig.add_trace(
-            go.Bar(
+            bar(
                 y=names,
-                x=[min(bar.part, end) for bar in bars],
+                x=[min(one.part, end) for one in bars],
                 orientation="h",
                 marker={"color": p.block_line},
                 showlegend=False,
                 hovertemplate=f"<b>%{{y}}</b><br>{plain(part_name)}: %{{customdata:,.3g}}<extra></extra>",
-                customdata=[bar.part for bar in bars],
+                customdata=[one.part for one in bars],
             )
         )
     fig.add_trace(
-        go.Bar(
+        bar(
             y=names,
-            x=[max(min(bar.value, end) - bar.part, 0.0) for bar in bars],
+            x=[max(min(one.value, end) - one.part, 0.0) for one in bars],
             orientation="h",
-            marker={"color": [_ACCENTS[theme] if bar.accent else p.block for bar in bars]},
+            marker={"color": [_ACCENTS[theme] if one.accent else p.block for one in bars]},
             showlegend=False,
             text=labels,
             textposition="outside",
@@ -112,4 +113,4 @@ def reference_bars(
     fig.update_xaxes(range=[0, max(longest, reference) * 1.7], rangemode="tozero")
     fig.update_yaxes(type="category", categoryorder="array", categoryarray=names[::-1], showgrid=False, ticksuffix=" ")
     fig.update_layout(barmode="stack", bargap=0.3, hovermode="closest")
-    return fig
+    return fig.figure()

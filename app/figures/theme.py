@@ -20,6 +20,7 @@ import plotly.graph_objects as go
 from numpy.typing import ArrayLike, NDArray
 
 from app.figures.labels import number, wrap
+from app.figures.sheet import Sheet
 
 Theme = Literal["light", "dark"]
 
@@ -293,7 +294,7 @@ _NOTE = '<br><span style="'
 
 
 def figure_layout(
-    fig: go.Figure,
+    fig: Sheet,
     *,
     title: str,
     theme: Theme = "light",
@@ -307,8 +308,8 @@ def figure_layout(
     bottom: int = 56,
     left: int = 64,
     head: int = 12,
-) -> go.Figure:
-    """Give a figure the house layout, in place, and return it.
+) -> None:
+    """Give a figure the house layout, in place.
 
     title: the answer in words; broken into lines of `wrap_at` characters, and room is made for each line.
     note: a smaller line under the title, for what is drawn and how (pooled, smoothed, down-sampled).
@@ -328,9 +329,8 @@ def figure_layout(
         text += f'{_NOTE}font-size:13px;color:{p.muted};font-weight:normal">{note_text}</span>'
     # plotly places the top of a single line, but the baseline of the first of several lines, at y.
     from_top = 8 + (round(0.7 * TITLE_SIZE) if "<br>" in text else 0)
-    # What is the same in every figure is its template's, made once: to set it one by one costs ten times as much.
+    # What is the same in every figure is its template's.
     fig.update_layout(
-        overwrite=True,
         template=_template(theme),
         title={"text": text, "y": 1 - from_top / total},
         height=total,
@@ -339,10 +339,9 @@ def figure_layout(
         legend={"y": 1 - (top - legend_room - head - 4) / total},
     )
     if x_title is not None:
-        fig.update_xaxes(title_text=x_title)
+        fig.update_xaxes(title={"text": x_title})
     if y_title is not None:
-        fig.update_yaxes(title_text=y_title)
-    return fig
+        fig.update_yaxes(title={"text": y_title})
 
 
 def _title_room(title: str, note: str) -> int:
@@ -358,9 +357,9 @@ def title_parts(fig: go.Figure) -> tuple[str, str, int]:
     return title.replace("<br>", " "), note.replace("<br>", " "), _title_room(title, note)
 
 
-def _legend_height(fig: go.Figure, wrap_at: int) -> int:
+def _legend_height(fig: Sheet, wrap_at: int) -> int:
     """Pixels that the legend above the panels takes, from the length of its entries: it wraps by itself."""
-    names = {str(trace.name) for trace in fig.data if trace.showlegend is not False and trace.name}
+    names = {str(trace["name"]) for trace in fig.data if trace.get("showlegend") is not False and trace.get("name")}
     longest = max((len(name) for name in names), default=0)
     a_row = max(1, wrap_at * 10 // (56 + 8 * longest))  # plotly gives every entry the width of the longest
     return 2 + 29 * max(1, -(-len(names) // a_row))
@@ -376,7 +375,7 @@ def undimmed(text_colour: str, opacity: float = 1.0) -> dict[str, Any]:
 
 
 @cache
-def _template(theme: Theme) -> go.layout.Template:
+def _template(theme: Theme) -> dict[str, Any]:
     """What every figure of a theme shares: letters, grounds, axes, and where title and legend stand."""
     p = palette(theme)
 
@@ -392,8 +391,8 @@ def _template(theme: Theme) -> go.layout.Template:
         "title": {"font": {"size": 14, "color": p.text}, "standoff": 8},
     }
     at_the_left = {"x": 0, "xanchor": "left", "yref": "container", "yanchor": "top"}
-    return go.layout.Template(
-        layout={
+    return {
+        "layout": {
             "title": {**at_the_left, "xref": "container", "pad": {"l": 8}, "font": letters(TITLE_SIZE)},
             "font": letters(14),
             "paper_bgcolor": "rgba(0,0,0,0)",
@@ -414,4 +413,4 @@ def _template(theme: Theme) -> go.layout.Template:
             "xaxis": axis,
             "yaxis": axis,
         }
-    )
+    }

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from app.figures.labels import category_ticks, next_step, plain
 from app.figures.matrices import colorbar
+from app.figures.sheet import Sheet, heatmap, scatter
 from app.figures.theme import INTENSITY, MONO_FAMILY, Theme, figure_layout, palette
 from app.figures.token_text import TokenRows
 
@@ -69,8 +70,8 @@ def token_matrix(
             if dropped:
                 crosses.append((categories[t], str(expert)))
     labels = [str(e) for e in shown]
-    fig = go.Figure(
-        go.Heatmap(
+    fig = Sheet(
+        heatmap(
             x=categories,
             y=labels,
             z=z,
@@ -87,7 +88,7 @@ def token_matrix(
     )
     if crosses:
         fig.add_trace(
-            go.Scatter(
+            scatter(
                 x=[x for x, _ in crosses],
                 y=[y for _, y in crosses],
                 mode="markers",
@@ -141,7 +142,7 @@ def token_matrix(
         showgrid=False,
         ticks="",
     )
-    return fig
+    return fig.figure()
 
 
 def _short(name: str, longest: int = 10) -> str:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from app.figures.labels import category_ticks, plain
 from app.figures.matrices import colorbar
+from app.figures.sheet import Sheet, heatmap, scatter
 from app.figures.theme import INTENSITY, Theme, figure_layout, palette, undimmed
 
 MAX_NUMBERED = 32  # columns in which a cell has room for an expert's number
@@ -50,8 +51,8 @@ def token_paths(
         ]
         for row, share_S, expert_S in zip(rows, share_RS, expert_RS, strict=True)
     ]
-    fig = go.Figure(
-        go.Heatmap(
+    fig = Sheet(
+        heatmap(
             x=columns,
             y=list(rows),
             z=share_RS,
@@ -70,7 +71,7 @@ def token_paths(
     with_text = numbered and len(columns) <= MAX_NUMBERED
     ink = {True: "#ffffff" if theme == "light" else "#0b1f18", False: p.text}
     fig.add_trace(
-        go.Scatter(
+        scatter(
             x=[columns[s] for _, s in at],
             y=[rows[r] for r, _ in at],
             mode="markers+text" if with_text else "markers",
@@ -117,7 +118,7 @@ def token_paths(
         showgrid=False,
         ticks="",
     )
-    return fig
+    return fig.figure()
 
 
 def _hover(row: str, step: str, expert: int, share: float) -> str:

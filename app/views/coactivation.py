@@ -71,7 +71,7 @@ def _together(run: Run, layer: int, phase: str, load_E: np.ndarray) -> str | Non
         figure,
         key="coactivation",
         alt=f"Share of each expert's tokens that use each other one of layer {named}.",
-        numbers=coactivation.together_table(together_EE, tokens, stats.top_k),
+        numbers=lambda: coactivation.together_table(together_EE, tokens, stats.top_k),
     )
     return coactivation.commonest_title(in_phase(named, phase), together_EE, tokens, stats.top_k)
 
@@ -118,12 +118,11 @@ def _flow(run: Run, layer: int, phase: str, load_E: np.ndarray) -> None:
         theme=charts.theme(),
         note="One scale for all layers of the run.",
     )
-    numbers = coactivation.flow_table(share_EF, taken_F)
     charts.show(
         figure,
         key="transitions",
         alt=f"Share of the choices of each expert of layer {named} that go on to each expert of layer {following}.",
-        numbers=numbers,
+        numbers=lambda: coactivation.flow_table(share_EF, taken_F),
     )
 
 

@@ -20,7 +20,6 @@ from app.comparison import WINDOW, Compared, Window, layer_label
 from app.comparison_curves import Axis, Values
 from app.comparison_metrics import Measured
 from app.figures.curves import metric_curves
-from app.figures.group_range import add_ranges
 from app.figures.inputs import Curve, ReferenceLine
 from app.text import plain
 from moe_core import metrics
@@ -166,7 +165,7 @@ def _losses(
         title=_title("Cross-entropy", "ce_loss", compared, found, layer, window, arrangement, digits=4),
         key="compare_loss",
         alt="Cross-entropy of each run by step",
-        numbers=comparison_curves.numbers(arrangement.axis, {"ce_loss": values}),
+        numbers=lambda: comparison_curves.numbers(arrangement.axis, {"ce_loss": values}),
         y_title="nats per token",
         smoothing=smoothing,
         note=f"The thick line is an average of past steps: while the loss falls it trails by about {trails} steps."
@@ -195,7 +194,7 @@ def _violation(
         ),
         key="compare_violation",
         alt=f"max_violation of layer {label} by step",
-        numbers=comparison_curves.numbers(
+        numbers=lambda: comparison_curves.numbers(
             arrangement.axis, {"max_violation": each, f"max_violation, window of {WINDOW}": summed}, label
         ),
         lines=comparison_curves.bounds(compared, layer, arrangement.panels),
@@ -221,7 +220,7 @@ def _idle(
         title=_title(f"Idle experts of layer {label}", "idle_experts", compared, found, layer, window, arrangement),
         key="compare_idle",
         alt=f"Idle and dead experts of layer {label} by step",
-        numbers=comparison_curves.numbers(arrangement.axis, {"idle": idle, "dead": dead}, label),
+        numbers=lambda: comparison_curves.numbers(arrangement.axis, {"idle": idle, "dead": dead}, label),
         y_title="experts",
         y_floor=0.0,
         note=f"Solid: idle, below a tenth of the uniform share over the last {WINDOW} recorded steps. "
@@ -266,11 +265,13 @@ def _draw(
     few = len(headings) <= 2
     traces = len(drawn) * (2 if smoothing else 1)
     per_row = 2 if few or len(headings) == 4 else min(PANELS_PER_ROW, len(headings))
+    together = arrangement.grouped and arrangement.axis.is_steps
     figure = metric_curves(
         in_order,
         title=title,
         theme=charts.theme(),
         lines=lines,
+        ranges=comparison_curves.ranges(ranges, arrangement.panels, smoothing) if together else (),
         smoothing=smoothing,
         max_points=max(_POINTS // max(traces, 1), 100),
         panels_per_row=per_row,
@@ -279,7 +280,4 @@ def _draw(
         wrap_at=88 if arrangement.panels or key == "compare_loss" else 42,
         **settings,
     )
-    if arrangement.grouped and arrangement.axis.is_steps:
-        found = comparison_curves.ranges(ranges, arrangement.panels, smoothing)
-        add_ranges(figure, found, headings, theme=charts.theme(), panels_per_row=per_row)
     charts.show(figure, key=key, alt=f"{alt}. {title}.", numbers=numbers)

@@ -98,7 +98,7 @@ def _draw(
         figure,
         key=f"compare_difference_{key}",
         alt=f"{name} of each run minus that of {baseline.label} by step, over the {window.short}: {said}.",
-        numbers=comparison_curves.numbers(
+        numbers=lambda: comparison_curves.numbers(
             comparison_curves.OVER_STEPS, {f"{key} minus that of {baseline.label}": drawn}
         ),
     )

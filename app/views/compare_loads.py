@@ -5,6 +5,7 @@ Shape suffixes: S recorded steps, E experts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def heatmaps(
             key="compare_heatmap" if number == 0 else f"compare_heatmap_{number}",
             alt=f"Load over the uniform share of each expert by step, {words.listed([one.label for one in row])} side "
             f"by side, {which}.",
-            numbers=_load_numbers(its),
+            numbers=partial(_load_numbers, its),
         )
 
 
@@ -169,8 +170,7 @@ def at_one_step(compared: Sequence[Compared], layer: int, steps_S: np.ndarray) -
                         figures.get(one.label),
                         compared.index(one),
                     )
-        with st.expander("Numbers", icon=":material/table:"):
-            charts.table(_step_numbers(stats, step), key="compare_step_numbers")
+        charts.table_to_open(lambda: _step_numbers(stats, step), key="compare_step_numbers")
 
     player.replay(steps_S, draw)
 
@@ -190,7 +190,7 @@ def _bars(compared: Sequence[Compared], stats: Mapping[str, LayerStats], step: i
     # The axis of a run reaches to its own bound: all take the one that reaches furthest.
     axis = max((figure.layout.yaxis for figure in figures.values()), key=lambda axis: axis.range[1])
     for figure in figures.values():
-        figure.update_yaxes(range=axis.range, tickvals=axis.tickvals, ticktext=axis.ticktext, row=1, col=1)
+        figure.update_yaxes(range=axis.range, tickvals=axis.tickvals, ticktext=axis.ticktext)
         figure.update_layout(margin_r=8)
         ticks = figure.layout.xaxis.tickvals
         every = -(-len(ticks) // (_TICKS_PER_ROW // min(len(compared), _BARS_PER_ROW)))

@@ -36,8 +36,9 @@ def metrics(compared: Sequence[Compared], found: Sequence[Measured], layer: int,
     charts.table(comparison_tables.table(compared, found, layer, window), key="compare_metrics", columns=_COLUMNS)
     _say_why_not(compared, found, layer, window)
     if max(len(one.layers) for one in compared) > 1:
-        with st.expander("Every layer", icon=":material/table:"):
-            charts.table(comparison_tables.every_layer(compared, found), key="compare_layers")
+        charts.table_to_open(
+            lambda: comparison_tables.every_layer(compared, found), key="compare_layers", label="Every layer"
+        )
 
 
 def _say_why_not(compared: Sequence[Compared], found: Sequence[Measured], layer: int, window: Window) -> None:

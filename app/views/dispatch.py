@@ -394,7 +394,7 @@ def _loads(report: Mapping[str, Any], values: settings.Values) -> None:
         load_bars(load_E, top_k=int(values["top_k"]), title=title, theme=charts.theme()),
         key="dispatch_load",
         alt=f"{title}; bars of load over the uniform share.",
-        numbers=pd.DataFrame({"expert": range(len(load_E)), "assignments": load_E}),
+        numbers=lambda: pd.DataFrame({"expert": range(len(load_E)), "assignments": load_E}),
     )
 
 

@@ -47,7 +47,7 @@ def load(run: Run, layers: Sequence[int], idle: Mapping[int, str], over: str) ->
         figure,
         key="load",
         alt=f"Load over the uniform share of every expert by step, {_layers_words(run, layers)} of {run.name}.",
-        numbers=load_numbers(series),
+        numbers=lambda: load_numbers(series),
         selectable=clickable,
     )
     for point in points:
@@ -124,6 +124,15 @@ def violation(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) 
     )
     if len(series) > _LARGE_PANELS:  # a low panel has no room for the words beside its heading
         figure.for_each_annotation(lambda label: label.update(text=label.text.partition(": all tokens")[0]))
+    charts.show(
+        figure,
+        key="violation",
+        alt=f"max_violation by step and layer of {run.name}, each step and over {window} steps, with its bound.",
+        numbers=lambda: axis.beside(_violation_numbers(series, window)),
+    )
+
+
+def _violation_numbers(series: Sequence[LoadSeries], window: int) -> pd.DataFrame:
     frames = [
         pd.DataFrame(
             {
@@ -138,12 +147,7 @@ def violation(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) 
         )
         for one in series
     ]
-    charts.show(
-        figure,
-        key="violation",
-        alt=f"max_violation by step and layer of {run.name}, each step and over {window} steps, with its bound.",
-        numbers=axis.beside(pd.concat(frames, ignore_index=True)),
-    )
+    return pd.concat(frames, ignore_index=True)
 
 
 def unused(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) -> None:
@@ -156,6 +160,15 @@ def unused(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) -> 
         window=window,
         **_panels(len(series), axis),
     )
+    charts.show(
+        figure,
+        key="unused",
+        alt=f"Idle and dead experts by step and layer of {run.name}, over a window of {window} steps.",
+        numbers=lambda: axis.beside(_unused_numbers(series, window)),
+    )
+
+
+def _unused_numbers(series: Sequence[LoadSeries], window: int) -> pd.DataFrame:
     frames = []
     for one in series:
         summed_SE = metrics.rolling_window_load(one.load_SE, window)
@@ -165,12 +178,7 @@ def unused(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) -> 
                 dict.fromkeys(counts, "Int64")
             )
         )
-    charts.show(
-        figure,
-        key="unused",
-        alt=f"Idle and dead experts by step and layer of {run.name}, over a window of {window} steps.",
-        numbers=axis.beside(pd.concat(frames, ignore_index=True)),
-    )
+    return pd.concat(frames, ignore_index=True)
 
 
 def rerouted(run: Run, layers: Sequence[int], window: int, axis: XAxis) -> None:
@@ -210,6 +218,15 @@ def rerouted(run: Run, layers: Sequence[int], window: int, axis: XAxis) -> None:
         note=f"Thin: each step. Thick: assignments of the last {window} recorded steps summed.",
         **_panels(len(shares), axis),
     )
+    charts.show(
+        figure,
+        key="rerouted",
+        alt=f"Share of the assignments that the bias changed by step and layer of {run.name}.",
+        numbers=lambda: axis.beside(_rerouted_numbers(shares, window)),
+    )
+
+
+def _rerouted_numbers(shares: Sequence[tuple[LayerStats, np.ndarray, np.ndarray]], window: int) -> pd.DataFrame:
     frames = [
         pd.DataFrame(
             {
@@ -223,12 +240,7 @@ def rerouted(run: Run, layers: Sequence[int], window: int, axis: XAxis) -> None:
         )
         for stats, batch_S, window_S in shares
     ]
-    charts.show(
-        figure,
-        key="rerouted",
-        alt=f"Share of the assignments that the bias changed by step and layer of {run.name}.",
-        numbers=axis.beside(pd.concat(frames, ignore_index=True)),
-    )
+    return pd.concat(frames, ignore_index=True)
 
 
 def _has_rerouted(stats: LayerStats) -> bool:
@@ -279,7 +291,7 @@ def shares(run: Run, layer: int, axis: XAxis) -> None:
         figure,
         key="shares",
         alt=f"Share of the assignments of every expert of layer {series.label} of {run.name} by step, in per cent.",
-        numbers=axis.beside(share_numbers(series)),
+        numbers=lambda: axis.beside(share_numbers(series)),
     )
 
 

@@ -98,7 +98,7 @@ def losses(run: Run, axis: XAxis) -> None:
         panel_height=230,
         x_title=axis.title,
     )
-    charts.show(figure, key="losses", alt=f"Losses of {run.name} by {axis.title}.", numbers=numbers)
+    charts.show(figure, key="losses", alt=f"Losses of {run.name} by {axis.title}.", numbers=lambda: numbers)
 
 
 def _of_training(run: Run) -> list[Curve]:

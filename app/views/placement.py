@@ -4,6 +4,7 @@ Shapes: S recorded steps, E experts, R ranks.
 """
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ import streamlit as st
 
 from app import charts, data, glossary, layer_keys, placing, state
 from app.figures.curves import metric_curves
-from app.figures.inputs import Curve, ReferenceLine
+from app.figures.inputs import Curve, LoadSeries, ReferenceLine
 from app.figures.load_heatmap import load_heatmap
 from app.placing import CONTIGUOUS, PLANNED, Placed
 from app.text import plain
@@ -98,12 +99,13 @@ def _cost(one: Placed) -> None:
         lines=[ReferenceLine(value=1.0, label="perfect split")],
         y_floor=1.0,
     )
-    numbers = pd.DataFrame({"step": steps_S} | {f"slowest rank, {name}": one.cost_S(name) for name in one.by_name})
     charts.show(
         figure,
         key="placement_cost",
         alt=f"Load of the slowest rank over a perfect split by step, layer {layer}, contiguous and planned.",
-        numbers=numbers,
+        numbers=lambda: pd.DataFrame(
+            {"step": steps_S} | {f"slowest rank, {name}": one.cost_S(name) for name in one.by_name}
+        ),
     )
 
 
@@ -120,18 +122,22 @@ def _loads(one: Placed) -> None:
         theme=charts.theme(),
         row_name="rank",
     )
+    charts.show(
+        figure,
+        key="placement_loads",
+        alt=f"Load of every rank by step, layer {one.series.label}, contiguous beside planned.",
+        numbers=lambda: _rank_loads(series),
+    )
+
+
+def _rank_loads(series: Sequence[LoadSeries]) -> pd.DataFrame:
     frames = []
     for name, part in zip((CONTIGUOUS, PLANNED), series, strict=True):
         frame = pd.DataFrame(part.load_SE, columns=[f"rank {rank}" for rank in range(part.num_experts)])
         frame.insert(0, "placement", name)
         frame.insert(0, "step", part.steps_S)
         frames.append(frame)
-    charts.show(
-        figure,
-        key="placement_loads",
-        alt=f"Load of every rank by step, layer {one.series.label}, contiguous beside planned.",
-        numbers=pd.concat(frames, ignore_index=True),
-    )
+    return pd.concat(frames, ignore_index=True)
 
 
 def _who_holds_what(run: Run, one: Placed, placed: list[Placed]) -> None:

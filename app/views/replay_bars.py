@@ -54,8 +54,7 @@ def bars(stats: LayerStats, now: Moment, expert: int | None, answer: str) -> Non
 
 def notes(run: Run, stats: LayerStats, now: Moment, expert: int | None) -> None:
     """The numbers of the bars; a line on one expert, where one is chosen, and one on the bias."""
-    with st.expander("Numbers", icon=":material/table:"):
-        charts.table(expert_numbers(now), key="replay_experts")
+    charts.table_to_open(lambda: expert_numbers(now), key="replay_experts")
     if expert is not None:
         st.caption(_of_expert(now, expert, bias_moves(stats)))
     st.caption(_about_bias(run, stats, now))

@@ -113,7 +113,7 @@ def _pictures(lab: Lab, outcome: run.Outcome, ranking: steps.Ranking) -> None:
             ),
             key="lab_choices",
             alt=f"Tokens by experts, the {name} of each, the chosen ones framed.",
-            numbers=drawn[drawn["token"] < MOST_ROWS],
+            numbers=lambda: drawn[drawn["token"] < MOST_ROWS],
         )
     with right:
         bias_E = outcome.bias_E
@@ -129,7 +129,7 @@ def _pictures(lab: Lab, outcome: run.Outcome, ranking: steps.Ranking) -> None:
             ),
             key="lab_loads",
             alt="Bars of each expert's load over the even share" + (", and its bias." if bias_E is not None else "."),
-            numbers=frames.loads(outcome),
+            numbers=lambda: frames.loads(outcome),
         )
 
 

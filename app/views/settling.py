@@ -100,7 +100,7 @@ def _curves(run: Run, saturation: dict[int, pd.Series], churn: dict[int, pd.Seri
         figure,
         key="settling",
         alt=f"Saturation and churn of each MoE layer of {run.name} by probe.",
-        numbers=settling.curves_table(_named(run, saturation), _named(run, churn)),
+        numbers=lambda: settling.curves_table(_named(run, saturation), _named(run, churn)),
     )
 
 
@@ -142,7 +142,7 @@ def _movers(run: Run, layer: int, probes_P: np.ndarray) -> None:
         figure,
         key="fluctuation",
         alt=f"Tokens of layer {layer_keys.label(run, layer)} by the last probe they moved at.",
-        numbers=moves,
+        numbers=lambda: moves,
     )
     steps = sorted({int(step) for step in fluctuation["last_fluctuation"].dropna()})
     final = data.decisions(run, int(probes_P[-1]), layer, "probe")

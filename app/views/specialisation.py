@@ -78,7 +78,7 @@ def _domains(run: Run, layer: int, share: pd.DataFrame) -> None:
         figure,
         key="domains",
         alt=f"Share of each domain's tokens that use each expert of layer {layer_keys.label(run, layer)}, over k/E.",
-        numbers=specialisation.domain_numbers(share),
+        numbers=lambda: specialisation.domain_numbers(share),
     )
 
 

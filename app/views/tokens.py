@@ -389,7 +389,7 @@ def _matrix(routes: token_routes.Routes, sequence: int, num_experts: int, layer:
         figure,
         key="token_matrix",
         alt=f"Gate weights of the tokens of {name} by expert in layer {layer} at step {step}. {heading}.",
-        numbers=token_routes.numbers(rows),
+        numbers=lambda: token_routes.numbers(rows),
     )
 
 

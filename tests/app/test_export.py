@@ -9,6 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import pyarrow.parquet as pq
 import pytest
+from opened import tables
 from streamlit.testing.v1 import AppTest
 
 from app import export
@@ -106,15 +107,17 @@ def test_a_figure_and_its_table_are_offered_in_every_format():
 
         from app import charts
 
-        charts.show(go.Figure(), key="load", alt="Load", numbers=pd.DataFrame({"step": [1]}))
+        charts.show(go.Figure(), key="load", alt="Load", numbers=lambda: pd.DataFrame({"step": [1]}))
         charts.show(go.Figure(), key="bare", alt="Nothing to count")
 
     test = AppTest.from_function(script, default_timeout=60).run()
     assert not test.exception
-    offered = {button.key: button.label for button in test.get("download_button")}
-    assert offered == {
-        "load_html": "HTML",
-        "bare_html": "HTML",
+    figures = {"load_html": "HTML", "bare_html": "HTML"}
+    assert {button.key: button.label for button in test.get("download_button")} == figures
+    assert not test.dataframe  # a table is made when it is opened
+    (numbers,) = tables(test)
+    assert numbers.to_dict("list") == {"step": [1]}
+    assert {button.key: button.label for button in test.get("download_button")} == figures | {
         "load_numbers_csv": "Save as CSV",
         "load_numbers_parquet": "Save as Parquet",
     }

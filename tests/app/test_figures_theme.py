@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
-import plotly.graph_objects as go
 import pytest
 
 from app.figures import theme
 from app.figures.labels import number, plain, si, wrap
+from app.figures.sheet import Sheet
 from app.figures.token_text import INK, token_ground
 
 CONFIG = Path(__file__).resolve().parents[2] / ".streamlit" / "config.toml"
@@ -159,7 +159,9 @@ def test_unknown_theme():
 @pytest.mark.parametrize("words", [1, 12, 60])
 def test_long_titles_get_their_room(words):
     title = " ".join(["expert"] * words)
-    fig = theme.figure_layout(go.Figure(), title=title, note="note " * words, height=300, wrap_at=60)
+    sheet = Sheet()
+    theme.figure_layout(sheet, title=title, note="note " * words, height=300, wrap_at=60)
+    fig = sheet.figure()
     text = fig.layout.title.text
     lines = text.count("<br>") + 1
     assert text.count("expert") == words

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from opened import tables
 from streamlit.testing.v1 import AppTest
 from typer.testing import CliRunner
 
@@ -129,7 +130,7 @@ def names(kind: str) -> list[str]:
 
 
 def table_with(test: AppTest, column: str) -> pd.DataFrame:
-    return next(frame.value for frame in test.dataframe if column in frame.value)
+    return next(frame for frame in tables(test) if column in frame)
 
 
 def heatmaps(test: AppTest, key: str) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from opened import tables
 from streamlit.testing.v1 import AppTest
 
 from app import token_search
@@ -161,7 +162,7 @@ def test_token_ids_that_read_alike_are_counted_and_told_apart(
     assert f"{alike.sum():,} occurrences of 2 token ids in" in said
     for token_id, text in texts.items():
         assert f"“{text.replace(' ', '·')}” (id {token_id}) {alike[token_id]:,} times" in said
-    listed = next(element.value for element in test.dataframe if "token_id" in element.value)
+    listed = next(frame for frame in tables(test) if "token_id" in frame)
     names = {token_id: text.replace(" ", "·") for token_id, text in texts.items()}
     assert listed["token"].tolist() == [names[token_id] for token_id in listed["token_id"]]
     one = max(texts)

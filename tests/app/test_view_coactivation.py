@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from opened import tables
 from planted import Planted, write_planted
 
 from app.figures.pair_matrix import pair_matrix
@@ -18,7 +19,7 @@ TRUTH = Planted(steps=60, blocks=BLOCKS, moves=(0.3, 0.2))
 
 def table(test, column):
     assert not test.exception, test.exception
-    return next(element.value for element in test.dataframe if column in element.value)
+    return next(frame for frame in tables(test) if column in frame)
 
 
 def figure(test, key):

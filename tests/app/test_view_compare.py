@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from compared_runs import by_hand, figures, loads, table_with, words, write
+from opened import tables
 from streamlit.testing.v1 import AppTest
 
 Open = Callable[..., AppTest]
@@ -165,9 +166,9 @@ def test_loads_at_a_step_are_those_of_the_files(samples: Path, compare: Compare)
 
 def test_curves_and_heatmap_are_drawn_in_full_from_the_files(samples: Path, compare: Compare) -> None:
     test = compare("none", "quantile", layer=1)
-    losses = next(f.value for f in test.dataframe if list(f.value) == ["run", "step", "ce_loss"])
+    losses = next(f for f in tables(test) if list(f) == ["run", "step", "ce_loss"])
     violation = table_with(test, f"max_violation, window of {STEPS}")
-    idle = next(f.value for f in test.dataframe if list(f.value) == ["run", "layer", "step", "idle", "dead"])
+    idle = next(f for f in tables(test) if list(f) == ["run", "layer", "step", "idle", "dead"])
     totals = table_with(test, "assignments, all steps")
     for label, name in zip(losses["run"].unique(), ("none", "quantile"), strict=True):
         recorded = pd.read_parquet(SAMPLES / name / "steps").query("phase == 'train'").sort_values("step")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opened import tables
 from streamlit.testing.v1 import AppTest
 
 from app import dispatch_settings as settings
@@ -65,7 +66,7 @@ def test_it_measures_says_so_and_keeps_the_result(draw: Callable[..., AppTest]) 
     assert metrics["Default (auto)"].endswith(" ms")
     assert metrics["Routing's share"].endswith("%")
     assert float(metrics["Largest difference"]) < 1e-4
-    frame = test.dataframe[-1].value
+    frame = tables(test)[-1]
     assert set(frame["name"]) == {"auto", "naive", "masked", "sorted", "grouped", "dense", "routing", "layer"}
     assert list(frame["name"])[-4:] == ["auto", "layer", "routing", "dense"]
     assert "width 16, expert width 8, top-2 of 4 experts, 30 tokens" in words(test)

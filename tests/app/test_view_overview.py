@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from opened import tables
 from streamlit.testing.v1 import AppTest
 
 from app.figures.inputs import Curve
@@ -63,7 +64,7 @@ def idle(load: np.ndarray) -> np.ndarray:
 def table(test: AppTest, key: str) -> pd.DataFrame:
     assert not test.exception, test.exception
     # A table that nothing can be picked in reaches the browser without its key: a column tells it.
-    return next(element.value for element in test.dataframe if COLUMN_OF[key] in element.value)
+    return next(frame for frame in tables(test) if COLUMN_OF[key] in frame)
 
 
 def figures(test: AppTest) -> dict[str, dict[str, Any]]:
@@ -358,7 +359,7 @@ def test_a_resumed_run_over_tokens_with_eval_loss_and_rerouted(
     assert shares[4] == pytest.approx(100 * 7 / (100 + 101 + 102 + 104))
     title = drawn["rerouted"]["layout"]["title"]["text"]
     assert f"the bias changes {100 * sum(last) / sum(100 + step for step in last):.1f}% of the assignments" in title
-    numbers = next(frame.value for frame in test.dataframe if "rerouted (%)" in frame.value)
+    numbers = next(frame for frame in tables(test) if "rerouted (%)" in frame)
     assert numbers["tokens so far"].tolist() == tokens.tolist()
     assert numbers["rerouted (%)"].isna().tolist() == [step == 3 for step in steps]
     share = float(table(test, "layers")["rerouted_share"].iloc[0])

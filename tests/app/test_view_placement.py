@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from opened import tables
 from planted import Collapse, Planted, write_planted
 
 from app import placing
@@ -18,7 +19,7 @@ TRUTH = Planted(num_experts=8, top_k=1, steps=60, collapse=COLLAPSE)
 
 def table(test, column):
     assert not test.exception, test.exception
-    return next(element.value for element in test.dataframe if column in element.value)
+    return next(frame for frame in tables(test) if column in frame)
 
 
 def loads(run: Path, layer: int) -> np.ndarray:
@@ -40,9 +41,9 @@ def test_contiguous_loads_and_costs_are_those_of_the_files(run, open_page):
     np.testing.assert_array_equal(contiguous[[f"rank {rank}" for rank in range(4)]], ranks_SR)
     cost_S = ranks_SR.max(axis=1) / ranks_SR.mean(axis=1)
     numbers = table(test, "slowest rank, planned")
-    costs = next(e.value for e in test.dataframe if "step" in e.value and "slowest rank, planned" in e.value)
+    costs = next(e for e in tables(test) if "step" in e and "slowest rank, planned" in e)
     np.testing.assert_allclose(costs["slowest rank, contiguous"], cost_S)
-    layers = next(e.value for e in test.dataframe if "layer" in e.value and "slowest rank, planned" in e.value)
+    layers = next(e for e in tables(test) if "layer" in e and "slowest rank, planned" in e)
     assert layers["layer"].tolist() == [1, 3]
     assert layers["slowest rank, contiguous"].iloc[1] == pytest.approx(cost_S[-10:].mean())
     assert len(numbers)
@@ -69,7 +70,7 @@ def test_the_layer_that_stays_slow_with_the_plan_is_named(samples, open_page):
     """Of this run layer 1 waits longest contiguous, but a plan helps it much and layer 3 little."""
     test = open_page("placement", run="none", layer=1, ranks=4, spares=0)
     assert not test.exception, test.exception
-    layers = next(e.value for e in test.dataframe if "layer" in e.value and "slowest rank, planned" in e.value)
+    layers = next(e for e in tables(test) if "layer" in e and "slowest rank, planned" in e)
     by_layer = layers.set_index("layer")
     before, after = by_layer["slowest rank, contiguous"], by_layer["slowest rank, planned"]
     assert (before.idxmax(), after.idxmax()) == (1, 3)

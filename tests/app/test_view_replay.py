@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from in_process import routescope
+from opened import tables
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
@@ -82,7 +83,7 @@ def metrics_of(test: AppTest) -> dict[str, str]:
 def table(test: AppTest, key: str) -> pd.DataFrame:
     # AppTest tells no keys of tables: go by a column, and by their order where two are alike.
     column = "load / uniform share" if key == "replay_experts" else "change (points)"
-    return [frame.value for frame in test.dataframe if column in frame.value][-1 if key == "replay_lost" else 0]
+    return [frame for frame in tables(test) if column in frame][-1 if key == "replay_lost" else 0]
 
 
 def figure(test: AppTest, name: str) -> dict[str, Any]:

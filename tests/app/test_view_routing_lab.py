@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from opened import tables
 from streamlit.testing.v1 import AppTest
 
 from app.lab.lab import Lab
@@ -14,7 +15,7 @@ from app.lab.presets import PRESETS
 
 def table(test: AppTest, column: str) -> pd.DataFrame:
     """The first table of the page with that column."""
-    return next(frame.value for frame in test.dataframe if column in frame.value)
+    return next(frame for frame in tables(test) if column in frame)
 
 
 def metrics(test: AppTest) -> dict[str, str]:
@@ -109,8 +110,8 @@ def test_settings_from_a_link(shown: Path, open_page: Callable[..., AppTest], en
     assert not test.exception
     assert not test.error
     assert test.query_params["lab"] == Lab.from_entries(entries).entries()
-    for frame in test.dataframe:  # the browser is sent no thousand rows
-        assert len(frame.value) <= 32 * 8
+    for frame in tables(test):  # the browser is sent no thousand rows
+        assert len(frame) <= 32 * 8
 
 
 def test_a_refusal_is_one_line_and_leaves_the_controls(shown: Path, open_page: Callable[..., AppTest]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from opened import tables
 from planted import Planted, write_planted
 from streamlit import dataframe_util
 
@@ -17,7 +18,7 @@ TRUTH = Planted(num_experts=16, top_k=2, tokens=256, steps=80, moves=(0.4, 0.2, 
 
 def table(test, column):
     assert not test.exception, test.exception
-    return next(element.value for element in test.dataframe if column in element.value)
+    return next(frame for frame in tables(test) if column in frame)
 
 
 def firsts(run: Path, layer: int) -> pd.DataFrame:

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from opened import tables
 from planted import Planted, write_planted
 
 BLOCKS = ((0, 5, 9, 12), (1, 4, 10, 15), (2, 7, 8, 13), (3, 6, 11, 14))
@@ -14,7 +15,7 @@ TRUTH = Planted(steps=60, blocks=BLOCKS)
 
 def table(test, column):
     assert not test.exception, test.exception
-    return next(element.value for element in test.dataframe if column in element.value)
+    return next(frame for frame in tables(test) if column in frame)
 
 
 def joined(run: Path, layer: int) -> pd.DataFrame:
@@ -70,7 +71,7 @@ def test_tokens_of_an_expert_and_experts_of_a_token_are_those_of_the_files(run, 
     assert frame["share of the token's (%)"].is_monotonic_decreasing
     assert set(frame["token_id"].head(4)) == {8, 9, 10, 11}  # the four of domain 2, whose block holds expert 7
 
-    where = next(e.value for e in test.dataframe if list(e.value.columns) == ["expert", "occurrences", "share (%)"])
+    where = next(e for e in tables(test) if list(e.columns) == ["expert", "occurrences", "share (%)"])
     went = rows[rows["token_id"] == token].groupby("expert").size()
     assert dict(zip(where["expert"], where["occurrences"], strict=True)) == went.to_dict()
     assert where["occurrences"].is_monotonic_decreasing

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from opened import tables
 from streamlit.testing.v1 import AppTest
 
 from app import token_routes
@@ -98,7 +99,7 @@ def test_title_legend_and_tables_are_those_of_the_files(pages: Open, recorded: P
         (float(entry.split(" · ")[1].strip("%")) for entry in entries[1:]), reverse=True
     )
 
-    table = next(frame.value for frame in test.dataframe if "all tokens, %" in frame.value)
+    table = next(frame for frame in tables(test) if "all tokens, %" in frame)
     expected = by_domain.reindex(range(8), fill_value=0)
     assert table["expert"].tolist() == [str(e) for e in range(8)]
     for domain in by_domain:
@@ -107,7 +108,7 @@ def test_title_legend_and_tables_are_those_of_the_files(pages: Open, recorded: P
         (100 * share.reindex(range(8), fill_value=0)).tolist(), abs=0.006
     )
     if name == "aux":
-        any_ = [frame.value for frame in test.dataframe if "all tokens, %" in frame.value][1]
+        any_ = [frame for frame in tables(test) if "all tokens, %" in frame][1]
         uses = pd.DataFrame({e: rows["experts"].map(lambda ids, e=e: e in ids) for e in range(8)})
         assert any_["all tokens, %"].tolist() == pytest.approx((100 * uses.mean()).tolist(), abs=0.006)
         for domain, group in uses.groupby(rows["domain"]):
@@ -130,7 +131,7 @@ def test_text_and_matrix_are_those_of_the_files(pages: Open, recorded: Path, nam
             assert f"expert {expert}: weight {weight:.4f}" in span["title"]
     assert f"these 32 tokens of sequence 2 ({rows['domain'].iloc[0]})" in test.title[0].value.replace("\\", "")
 
-    numbers = next(frame.value for frame in test.dataframe if "weight" in frame.value)
+    numbers = next(frame for frame in tables(test) if "weight" in frame)
     assert numbers["expert"].tolist() == np.concatenate(rows["experts"].to_list()).tolist()
     assert numbers["weight"].tolist() == pytest.approx(np.concatenate(rows["weights"].to_list()).tolist())
     spec = figure(test)
@@ -276,7 +277,7 @@ def test_tokens_without_a_route_are_counted(strange: Callable[..., AppTest]) -> 
     test = strange(unrouted=True)
     assert "4 tokens reached no expert" in words(test)
     assert "takes 25% of these 16 tokens" in test.title[0].value
-    table = test.dataframe[-1].value
+    table = tables(test)[-1]
     assert table["expert"].tolist() == ["0", "1", "2", "no expert"]
     assert table["all tokens, %"].tolist() == [25, 25, 25, 25]
 

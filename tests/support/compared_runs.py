@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from opened import tables
 from streamlit.testing.v1 import AppTest
 
 from recorder.writer import RunWriter
@@ -18,7 +19,7 @@ def words(test: AppTest) -> str:
 
 
 def table_with(test: AppTest, column: str) -> pd.DataFrame:
-    return next(frame.value for frame in test.dataframe if column in frame.value)
+    return next(frame for frame in tables(test) if column in frame)
 
 
 def figures(test: AppTest) -> list[dict[str, Any]]:
