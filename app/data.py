@@ -6,6 +6,7 @@ A `Run` is kept open and refreshed, so that a growing run never has its old part
 it, hence the lock around every read. Whatever is returned is a copy or cannot be written to.
 """
 
+import copy
 import json
 import os
 import threading
@@ -177,10 +178,9 @@ def of_run(run: Run, method: str, layer: int, *arguments: Any) -> Any:
     Cached. The arguments are those between the method's layer and its router.
     The first question counts them, in memory, where `routescope analyse` has not kept the counts with the run.
     """
-    with st.spinner("Counting every recorded decision, once ..."):
-        index, router = layer_keys.place_of(run, layer)
-        key = (layer, *arguments)
-        return _frame(*_key(run), method, key, lambda: getattr(run, method)(index, *arguments, router))
+    index, router = layer_keys.place_of(run, layer)
+    key = (layer, *arguments)
+    return _own(_counted(*_key(run), method, key, lambda: getattr(run, method)(index, *arguments, router)))
 
 
 def load_of_decisions(run: Run, layer: int, phase: str) -> np.ndarray:
@@ -203,14 +203,12 @@ def pairs_of_decisions(run: Run, layer: int, phase: str) -> tuple[int, np.ndarra
 
 
 def _of_decisions(run: Run, table: str, layer: int, phase: str) -> pd.DataFrame:
-    with st.spinner("Counting every recorded decision, once ..."):
-        index, router = layer_keys.place_of(run, layer)
-        return _frame(
-            *_key(run),
-            f"analysis of {table}",
-            (layer, phase),
-            lambda: run.analysis().frame(table, phase=phase, layer=index, router=router),
-        )
+    index, router = layer_keys.place_of(run, layer)
+
+    def read() -> pd.DataFrame:
+        return run.analysis().frame(table, phase=phase, layer=index, router=router)
+
+    return _own(_counted(*_key(run), f"analysis of {table}", (layer, phase), read))
 
 
 def steps(run: Run, phase: str | None = MAIN) -> pd.DataFrame:
@@ -380,8 +378,23 @@ def _row(path: Place, stamp: Hashable) -> dict[str, Any]:
     return {**line, "error": error, **curves}
 
 
-@st.cache_data(max_entries=64, show_spinner=False)
 def _frame(path: Place, fingerprint: int, table: str, key: tuple[Any, ...], _read: Callable[[], T]) -> T:
+    """What was read, kept and given out as one's own: pandas copies a frame's values when written to."""
+    return _own(_kept(path, fingerprint, table, key, _read))
+
+
+def _own(value: T) -> T:
+    return value.copy(deep=False) if isinstance(value, (pd.DataFrame, pd.Series)) else copy.deepcopy(value)  # type: ignore[return-value]
+
+
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _kept(path: Place, fingerprint: int, table: str, key: tuple[Any, ...], _read: Callable[[], T]) -> T:
+    with _lock(path):
+        return _read()
+
+
+@st.cache_resource(max_entries=128, show_spinner="Counting every recorded decision, once ...")
+def _counted(path: Place, fingerprint: int, question: str, key: tuple[Any, ...], _read: Callable[[], T]) -> T:
     with _lock(path):
         return _read()
 

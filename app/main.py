@@ -4,7 +4,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import charts, navigation, pickers, record_form, sidebar, state, theme_change
+from app import charts, long_lived, navigation, pickers, record_form, sidebar, state, theme_change
 from app.text import plain
 from recorder.storage import StorageError
 
@@ -17,6 +17,7 @@ st.html(Path(__file__).with_name("style.css"))
 pages = navigation.pages()
 page = st.navigation(pages, position="hidden")
 name = navigation.name_of(page)
+long_lived.set_apart()
 state.begin(name)
 with st.sidebar:
     menu = st.container(gap="xxsmall")
@@ -33,3 +34,4 @@ except StorageError as error:  # between the look at the run and the reading of 
     st.error(plain(str(error)), icon=":material/cloud_off:")
 theme_change.watch(charts.theme())
 state.finish()
+long_lived.drawn(name)

@@ -9,6 +9,7 @@ from typing import Any
 import streamlit as st
 
 from app import charts, export_images, narrow_title
+from app.figures.sheet import with_layout
 
 # A line over load colours, white in the middle of the scale in both themes: dark, with a light rim.
 DARK, LIGHT = "#14181d", "#ffffff"
@@ -19,17 +20,18 @@ _OLD_FOR_S = 2  # then the old figure is hidden, for readers of the screen too; 
 
 def show(figure: Any, *, key: str, alt: str, selectable: bool = False) -> list[dict[str, Any]]:
     """`charts.show` for a figure of a fixed height that is replaced often; without a table of numbers."""
-    figure.update_layout(paper_bgcolor=export_images.page_ground(charts.theme()))  # it must cover the old one
+    figure = with_layout(figure, paper_bgcolor=export_images.page_ground(charts.theme()))  # it must cover the old one
+    height = figure.to_dict()["layout"]["height"]
     new = (figure.to_json(), alt)
-    # key -> the place last drawn in, and what stands in both: (figure as JSON, figure, alt)
+    # key -> the place last drawn in, and what stands in both: (figure as JSON, figure, alt, height)
     places: dict[str, Any] = st.session_state.setdefault(_PLACES, {})
     at, content = places.get(key, (1, [None, None]))
     if content[at] is None or (content[at][0], content[at][2]) != new:
         at = 1 - at
         content = [*content]
-        content[at] = (new[0], figure, alt)
+        content[at] = (new[0], figure, alt, height)
         old = content[1 - at]
-        if old is not None and old[1].layout.height != figure.layout.height:
+        if old is not None and old[3] != height:
             content[1 - at] = None  # of another layer or run: it would keep its room
         places[key] = (at, content)
     points: list[dict[str, Any]] = []
@@ -39,13 +41,13 @@ def show(figure: Any, *, key: str, alt: str, selectable: bool = False) -> list[d
             with st.container(key=f"{key}_place_{place}"):
                 if content[place] is None:
                     continue
-                _, drawn, text = content[place]
+                _, drawn, text, _ = content[place]
                 found = charts.show(
                     drawn, key=f"{key}_{place}", alt=text, selectable=selectable, saveable=False, titled=False
                 )
                 points = found if place == at else points
         # Last: put on top before its new figure has come, the place would show the one before the old one.
-        _style(key, at, figure.layout.height)
+        _style(key, at, height)
     with st.container(horizontal=True, horizontal_alignment="right"):
         charts.save(figure, key=key, alt=alt, chart=f"{key}_{at}")
     return points

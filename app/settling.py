@@ -5,10 +5,12 @@ Shapes: P probes, T tokens of the probe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from app.words import count, listed, percent
 
@@ -79,21 +81,25 @@ def moves_table(fluctuation: pd.DataFrame, probes_P: np.ndarray) -> pd.DataFrame
 
 
 def last_movers(
-    fluctuation: pd.DataFrame, tokens: pd.DataFrame, before: Mapping[int, pd.DataFrame], final: pd.DataFrame, most: int
+    fluctuation: pd.DataFrame,
+    tokens: pd.DataFrame,
+    decisions: Callable[[int], pd.DataFrame],
+    last_probe: int,
+    most: int,
 ) -> pd.DataFrame:
     """The tokens whose first choice became final last, latest first; at most `most`.
 
     Columns: last other choice at (step), token, expert there, final expert; text, domain, sequence, position where
     recorded.
 
-    before  decisions by probe step; final: those of the last probe
+    decisions  those of a probe, by its step; asked for those that the tokens listed moved at
     """
     moved = fluctuation[fluctuation["last_fluctuation"].notna()]
     moved = moved.sort_values(["last_fluctuation", "rank", "token"], ascending=[False, True, True]).head(most)
-    firsts = {step: _first_choices(frame) for step, frame in before.items()}
-    final_first = _first_choices(final)
     places = list(zip(moved["rank"], moved["token"], strict=True))
     steps = moved["last_fluctuation"].astype("int64").tolist()
+    firsts = {step: _first_choices(decisions(step)) for step in dict.fromkeys(steps)}
+    final_first = _first_choices(decisions(last_probe)) if steps else {}
     frame = pd.DataFrame(
         {"last other choice at": steps, "rank": moved["rank"].tolist(), "token": moved["token"].tolist()}
     )
@@ -112,4 +118,5 @@ def last_movers(
 
 def _first_choices(decisions: pd.DataFrame) -> dict[tuple[int, int], int]:
     keys = zip(decisions["rank"].tolist(), decisions["token"].tolist(), strict=True)
-    return {key: int(experts[0]) for key, experts in zip(keys, decisions["experts"], strict=True) if experts[0] >= 0}
+    firsts = pc.list_element(pa.array(decisions["experts"], from_pandas=True), 0).to_pylist()
+    return {key: expert for key, expert in zip(keys, firsts, strict=True) if expert >= 0}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from app.words import percent, value
@@ -69,16 +71,16 @@ def tokens_of(vocabulary: pd.DataFrame, expert: int, load: int, min_occurrences:
     load        all assignments of the expert
     """
     seen = vocabulary[(vocabulary["occurrences"] >= min_occurrences).to_numpy(bool)]
-    counts = [
-        dict(zip(experts, numbers, strict=True)).get(expert, 0)
-        for experts, numbers in zip(seen["experts"], seen["counts"], strict=True)
-    ]
+    rows, experts = _flat(seen["experts"])
+    taken = experts == expert
+    mine = np.zeros(len(seen), dtype=np.int64)
+    mine[rows[taken]] = _flat(seen["counts"])[1][taken]
     frame = pd.DataFrame(
         {
             "token": seen["text"].to_numpy(object),
             "token_id": seen["token_id"].to_numpy(np.int64),
             "occurrences": seen["occurrences"].to_numpy(np.int64),
-            "to this expert": np.array(counts, dtype=np.int64),
+            "to this expert": mine,
         }
     )
     frame["share of the token's (%)"] = 100 * frame["to this expert"] / frame["occurrences"]
@@ -86,6 +88,13 @@ def tokens_of(vocabulary: pd.DataFrame, expert: int, load: int, min_occurrences:
     frame = frame[frame["to this expert"] > 0]
     order = ["share of the token's (%)", "occurrences", "token_id"]
     return frame.sort_values(order, ascending=[False, False, True]).reset_index(drop=True)
+
+
+def _flat(lists: pd.Series) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What stands in a column of lists, one after the other, with the row of each."""
+    array = pa.array(lists, from_pandas=True)
+    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    return pc.list_parent_indices(array).to_numpy(), pc.list_flatten(array).to_numpy()
 
 
 def experts_of(row: pd.Series) -> pd.DataFrame:
@@ -104,13 +113,10 @@ def examples(decisions: pd.DataFrame, tokens: pd.DataFrame, expert: int, most: i
     if tokens.empty or tokens["text"].isna().all():
         return pd.DataFrame(columns=columns)
     ordered = tokens.sort_values(["rank", "sequence", "position"])
-    chosen = {
-        key
-        for *key_, experts in zip(decisions["rank"], decisions["token"], decisions["experts"], strict=True)
-        for key in [tuple(key_)]
-        if expert in experts
-    }
-    keys = list(zip(ordered["rank"], ordered["token"], strict=True))
+    choices, experts = _flat(decisions["experts"])
+    takes = decisions.iloc[np.unique(choices[experts == expert])]
+    chosen = set(zip(takes["rank"].tolist(), takes["token"].tolist(), strict=True))
+    keys = list(zip(ordered["rank"].tolist(), ordered["token"].tolist(), strict=True))
     places = [place for place, key in enumerate(keys) if key in chosen]
     every = max(1, -(-len(places) // most))
     texts = ["" if text is None or text is pd.NA else str(text) for text in ordered["text"]]

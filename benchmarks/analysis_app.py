@@ -1,11 +1,11 @@
-"""A large run opened in the dashboard: seconds of server time for each page, cold and after a change, and memory.
+"""A large run opened in the dashboard: server time of each page, cold and after a change, and memory.
 
     python benchmarks/analysis_app.py RUN [--pages overview,replay,...] [--changes 5]
 
 Each page is opened by a real Chromium on a server of its own, which has drawn the glossary before: what every page
 needs is loaded, of the run nothing is cached but the files' bytes. Then another layer and another step are chosen
-there as a person does, where the page has those. Server time and *cpu* are those of `benchmarks/app_pages.py`. RUN is
-one that `benchmarks/analysis.py --keep DIR` left; after `routescope analyse RUN` pages take the counts kept with it,
+there as a person does, where the page has those. Server time, *cpu* and *seen* are those of `benchmarks/app_pages.py`.
+RUN is one that `benchmarks/analysis.py --keep DIR` left; after `routescope analyse RUN` pages take the counts kept with it,
 before it those of all decisions are counted when a page asks for them, and the page says so.
 
 Bars: the first page (Overview) within 2 s when cold, a change within 200 ms (the median of some, each to a layer or
@@ -20,12 +20,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 from playwright.sync_api import Browser, Page
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.dashboard import PATIENCE_MS, Traffic, chromium, cpu_seconds, dashboard, settle
+from benchmarks.dashboard import PATIENCE_MS, Server, Traffic, chromium, dashboard, settle
 
 PAGES = "overview,replay,tokens,specialisation,coactivation,settling,placement"
 MOST_FIRST_S, MOST_CHANGE_S, MOST_MIB = 2.0, 0.2, 700.0
@@ -33,34 +32,34 @@ MOST_FIRST_S, MOST_CHANGE_S, MOST_MIB = 2.0, 0.2, 700.0
 
 def measure(browser: Browser, name: str, run: Path, changes: int) -> dict[str, Any]:
     """Open a page, then change its layer and its step some times."""
-    with dashboard([run.resolve().parent]) as (url, process):
+    with dashboard([run.resolve().parent]) as server:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.set_default_timeout(PATIENCE_MS)
         traffic = Traffic()
         traffic.watch(page.context.new_cdp_session(page))
-        page.goto(f"{url}/glossary")
+        page.goto(f"{server.url}/glossary")
         settle(page)
-        found: dict[str, Any] = {
-            "cold": took(page, traffic, process, lambda: page.goto(f"{url}/{name}?run={run.name}"))
-        }
+        address = f"{server.url}/{name}?run={run.name}"
+        found: dict[str, Any] = {"cold": took(page, traffic, server, lambda: page.goto(address))}
         for what, act in (("layer", another_layer), ("step", another_step)):
             if page.locator(f".st-key-{what}").count():
-                times = [took(page, traffic, process, lambda act=act: act(page)) for _ in range(changes)]
-                found[what] = tuple(statistics.median(one[place] for one in times) for place in (0, 1))
-        found["mib"] = process.memory_info().rss / (1 << 20)
+                times = [took(page, traffic, server, lambda act=act: act(page)) for _ in range(changes)]
+                found[what] = tuple(statistics.median(one[place] for one in times) for place in range(3))
+        found["mib"] = server.process.memory_info().rss / (1 << 20)
         page.context.close()
     return found
 
 
-def took(page: Page, traffic: Traffic, process: psutil.Process, act: Any) -> tuple[float, float]:
-    """Seconds of the server, and of its processors, that an act costs."""
-    served, worked = traffic.server_seconds, cpu_seconds(process)
+def took(page: Page, traffic: Traffic, server: Server, act: Any) -> tuple[float, float, float]:
+    """Seconds of the server, of its processors, and until all was seen, that an act costs."""
+    drawn, worked = len(server.drawn()), server.cpu_seconds()
+    traffic.seen.clear()
     act()
     page.wait_for_timeout(150)  # the server has heard of it
     settle(page)
     page.wait_for_timeout(500)
     settle(page)
-    return traffic.server_seconds - served, cpu_seconds(process) - worked
+    return sum(server.drawn()[drawn:]), server.cpu_seconds() - worked, sum(traffic.seen)
 
 
 def another_layer(page: Page) -> None:
@@ -80,8 +79,8 @@ def another_step(page: Page) -> None:
     page.locator(".st-key-step input[type=range], .st-key-step [role=slider]").first.press("ArrowLeft")
 
 
-def _seconds(found: tuple[float, float] | None) -> str:
-    return "-" if found is None else f"{found[0]:.2f} s ({found[1]:.2f} cpu)"
+def _seconds(found: tuple[float, float, float] | None) -> str:
+    return "-" if found is None else "{:.2f} s ({:.2f} cpu, {:.2f} seen)".format(*found)
 
 
 def main() -> None:
@@ -94,7 +93,7 @@ def main() -> None:
     with chromium() as browser:
         for name in given.pages.split(","):
             found = measure(browser, name, given.run, given.changes)
-            said = "  ".join(f"{what} {_seconds(found.get(what)):20}" for what in ("cold", "layer", "step"))
+            said = "  ".join(f"{what} {_seconds(found.get(what)):31}" for what in ("cold", "layer", "step"))
             print(f"  {name:16} {said} {found['mib']:5.0f} MiB", flush=True)
             first = found["cold"][0] if name == "overview" else first
             change = max(change, *(found[what][0] for what in ("layer", "step") if what in found), 0.0)

@@ -4,12 +4,11 @@
 
 It starts the real dashboard on the sample runs and opens each page in a real Chromium (Debian: package chromium).
 
-*Server time*: the server tells the browser when a run of the page's script begins (message `new_session`) and when it
-has ended (`script_finished`). Both pass over the page's WebSocket, where Chromium's own protocol gives each frame with
-the time it came. The time between the two, summed over the runs that opening the page takes, is the server's time with
-the sending of what it drew; the drawing in the browser is not in it. *cpu* is processor time of the server meanwhile,
-which a busy machine does not inflate. *First* is the first opening after the start of the server, *again* the median of
-`--repeats` more, each in a fresh browser window.
+*Server time*: how long the server takes to draw the page, from the beginning of a run of its script to its end, summed
+over the runs that opening the page takes; measured in the server (`benchmarks/timed_server.py`). *cpu* is processor time
+of the server meanwhile, with what it takes to send. *Seen* is the time from the first message about a drawing to the
+last, as they reach the browser, which draws them on the same processors. *First* is the first opening after the start
+of the server, the others are medians of `--repeats` more, each in a fresh browser window.
 
 *Sent*: all WebSocket frames to the browser, uncompressed, and what else came by HTTP beside Streamlit's own static
 files. Those are the same for every page and stay in the browser; they are shown apart.
@@ -37,14 +36,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from playwright.sync_api import Browser
 from playwright.sync_api import TimeoutError as PlaywrightTimeout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from app.navigation import VIEWS
-from benchmarks.dashboard import PATIENCE_MS, Traffic, chromium, cpu_seconds, dashboard, settle
+from benchmarks.dashboard import PATIENCE_MS, Server, Traffic, chromium, dashboard, settle
 
 SAMPLES = Path(__file__).resolve().parents[1] / "sample_runs"
 BARS = {"seconds": 2.0, "megabytes": 5.0, "many_seconds": 1.0, "growth": 1.05}
@@ -52,46 +50,49 @@ BARS = {"seconds": 2.0, "megabytes": 5.0, "many_seconds": 1.0, "growth": 1.05}
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """One opening of a page. cpu_s: of the server; runs: of the script."""
+    """One opening of a page. server_s, cpu_s: of the server; runs: of the script."""
 
     server_s: float
     cpu_s: float
+    seen_s: float
     megabytes: float
     static_megabytes: float
     runs: int
 
 
-def open_page(browser: Browser, url: str, process: psutil.Process) -> Opened:
+def open_page(browser: Browser, address: str, server: Server) -> Opened:
     """Open a page in a fresh window and measure."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     page = context.new_page()
     page.set_default_timeout(PATIENCE_MS)
     traffic = Traffic()
     traffic.watch(context.new_cdp_session(page))
-    before = cpu_seconds(process)
-    page.goto(url)
+    drawn, worked = len(server.drawn()), server.cpu_seconds()
+    page.goto(f"{server.url}/{address}")
     settle(page)
     page.wait_for_timeout(300)  # a run that the page asks for once it is drawn
     settle(page)
     opened = Opened(
-        server_s=traffic.server_seconds,
-        cpu_s=cpu_seconds(process) - before,
+        server_s=sum(server.drawn()[drawn:]),
+        cpu_s=server.cpu_seconds() - worked,
+        seen_s=sum(traffic.seen),
         megabytes=traffic.megabytes,
         static_megabytes=traffic.bytes["static"] / 1e6,
-        runs=len(traffic.runs),
+        runs=len(traffic.seen),
     )
     context.close()
     return opened
 
 
-def measure(browser: Browser, url: str, process: psutil.Process, repeats: int) -> dict[str, Any]:
+def measure(browser: Browser, address: str, server: Server, repeats: int) -> dict[str, Any]:
     """A page for the first time, and the medians of opening it again."""
-    first = open_page(browser, url, process)
-    again = [open_page(browser, url, process) for _ in range(repeats)]
+    first = open_page(browser, address, server)
+    again = [open_page(browser, address, server) for _ in range(repeats)]
     return {
         "first_s": first.server_s,
         "first_cpu_s": first.cpu_s,
         "again_s": statistics.median(one.server_s for one in again),
+        "again_seen_s": statistics.median(one.seen_s for one in again),
         "again_cpu_s": statistics.median(one.cpu_s for one in again),
         "megabytes": max(one.megabytes for one in [first, *again]),
         "static_megabytes": first.static_megabytes,
@@ -102,12 +103,14 @@ def measure(browser: Browser, url: str, process: psutil.Process, repeats: int) -
 def pages(browser: Browser, names: list[str], run: str, repeats: int) -> dict[str, dict[str, Any]]:
     """Every page on the sample runs."""
     found = {}
-    print(f"{'page':<16}{'first s':>9}{'cpu':>7}{'again s':>9}{'cpu':>7}{'sent MB':>9}{'static MB':>11}  within bars")
-    with tempfile.TemporaryDirectory() as home, dashboard([Path(home), SAMPLES]) as (url, process):
+    print(
+        f"{'page':<16}{'first s':>9}{'cpu':>7}{'again s':>9}{'cpu':>7}{'seen':>7}{'sent MB':>9}{'static MB':>11}  within bars"
+    )
+    with tempfile.TemporaryDirectory() as home, dashboard([Path(home), SAMPLES]) as server:
         # the first window of all pays for the start of the server and is no page's doing
-        open_page(browser, f"{url}/glossary", process)
+        open_page(browser, "glossary", server)
         for name in names:
-            row = found[name] = measure(browser, f"{url}/{name}?run={run}", process, repeats)
+            row = found[name] = measure(browser, f"{name}?run={run}", server, repeats)
             _print_row(name, row, BARS["seconds"])
     return found
 
@@ -117,8 +120,8 @@ def many_runs(browser: Browser, count: int, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
         copies(folder, count)
-        with dashboard([folder]) as (url, process):
-            row = measure(browser, f"{url}/runs", process, repeats)
+        with dashboard([folder]) as server:
+            row = measure(browser, "runs", server, repeats)
     _print_row(f"runs, {count} of them", row, BARS["many_seconds"])
     return row
 
@@ -139,11 +142,11 @@ def replay(browser: Browser, run: str, minutes: float) -> dict[str, Any]:
     print(f"{'minute':>7}{'server MB':>11}{'heap MB':>9}{'step':>7}")
     rows: list[tuple[float, float, float]] = []
     seen: set[str] = set()
-    with tempfile.TemporaryDirectory() as home, dashboard([Path(home), SAMPLES]) as (url, process):
+    with tempfile.TemporaryDirectory() as home, dashboard([Path(home), SAMPLES]) as server:
         context = browser.new_context(viewport={"width": 1280, "height": 900})
         page = context.new_page()
         page.set_default_timeout(PATIENCE_MS)
-        page.goto(f"{url}/replay?run={run}&step=0")
+        page.goto(f"{server.url}/replay?run={run}&step=0")
         settle(page)
         devtools = context.new_cdp_session(page)
         play = page.locator(".st-key-play button").filter(has_text="Play").first
@@ -156,7 +159,7 @@ def replay(browser: Browser, run: str, minutes: float) -> dict[str, Any]:
                 next_sample += 30
                 devtools.send("HeapProfiler.collectGarbage")
                 heap = devtools.send("Runtime.getHeapUsage")["usedSize"] / 1e6
-                rows.append((elapsed / 60, process.memory_info().rss / 1e6, heap))
+                rows.append((elapsed / 60, server.process.memory_info().rss / 1e6, heap))
                 step = page.locator(".st-key-step input[type=range]").input_value()
                 seen.add(step)
                 print(f"{rows[-1][0]:7.1f}{rows[-1][1]:11.1f}{heap:9.1f}{step:>7}", flush=True)
@@ -180,6 +183,7 @@ def _print_row(name: str, row: dict[str, Any], seconds: float) -> None:
     ok = row["again_s"] <= seconds and row["megabytes"] <= BARS["megabytes"]
     print(
         f"{name:<16}{row['first_s']:9.2f}{row['first_cpu_s']:7.2f}{row['again_s']:9.2f}{row['again_cpu_s']:7.2f}"
+        f"{row['again_seen_s']:7.2f}"
         f"{row['megabytes']:9.2f}{row['static_megabytes']:11.2f}  {'ok' if ok else 'OVER'}",
         flush=True,
     )

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from playwright.sync_api import Browser, CDPSession, Page, sync_playwright
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
 PATIENCE_MS = 120_000
+_HERE = Path(__file__).resolve().parent
+_TIMED, _SCRIPT = str(_HERE / "timed_server.py"), str(_HERE.parent / "app" / "main.py")
 
 
 @contextmanager
@@ -38,9 +41,9 @@ def chromium() -> Iterator[Browser]:
 
 @dataclass
 class Traffic:
-    """What one browser window was sent: script runs as (start, end) in seconds, and bytes by kind."""
+    """What one browser window was sent: seconds from the first to the last message of each drawing, bytes by kind."""
 
-    runs: list[tuple[float, float]] = field(default_factory=list)
+    seen: list[float] = field(default_factory=list)
     bytes: dict[str, int] = field(default_factory=lambda: {"frames": 0, "http": 0, "static": 0})
     _started: float | None = None
     _urls: dict[str, str] = field(default_factory=dict)
@@ -51,11 +54,6 @@ class Traffic:
         devtools.on("Network.requestWillBeSent", lambda e: self._urls.update({e["requestId"]: e["request"]["url"]}))
         devtools.on("Network.loadingFinished", self._loaded)
         devtools.send("Network.enable")
-
-    @property
-    def server_seconds(self) -> float:
-        """Time that the server spent in runs of the script."""
-        return sum(end - start for start, end in self.runs)
 
     @property
     def megabytes(self) -> float:
@@ -70,7 +68,7 @@ class Traffic:
         if kind == "new_session":
             self._started = event["timestamp"]
         elif kind == "script_finished" and self._started is not None:
-            self.runs.append((self._started, event["timestamp"]))
+            self.seen.append(event["timestamp"] - self._started)
             self._started = None
 
     def _loaded(self, event: dict[str, Any]) -> None:
@@ -78,30 +76,49 @@ class Traffic:
         self.bytes["static" if static else "http"] += int(event["encodedDataLength"])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A dashboard that runs. times: the file of `benchmarks/timed_server.py`."""
+
+    url: str
+    process: psutil.Process
+    times: Path
+
+    def drawn(self) -> list[float]:
+        """Seconds that each run of a page's script has taken so far."""
+        return [float(line) for line in self.times.read_text().split()] if self.times.exists() else []
+
+    def cpu_seconds(self) -> float:
+        """Processor time of the server and the processes it started."""
+        return sum(sum(one.cpu_times()[:2]) for one in [self.process, *self.process.children(recursive=True)])
+
+
 @contextmanager
-def dashboard(folders: list[Path]) -> Iterator[tuple[str, psutil.Process]]:
-    """A running server on these folders: its address, and its process."""
+def dashboard(folders: list[Path]) -> Iterator[Server]:
+    """A running server on these folders."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "recorder.cli", "app", *map(str, folders), "--port", str(port)]
     environment = {**os.environ, "STREAMLIT_SERVER_HEADLESS": "true"}
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/_stcore/health", timeout=2).close()
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.2)
-        yield url, psutil.Process(server.pid)
-    finally:
-        server.terminate()
-        server.wait(timeout=30)
+    with tempfile.TemporaryDirectory() as home:
+        times = Path(home) / "times"
+        command = [sys.executable, _TIMED, str(times), _SCRIPT, "--server.port", str(port), "--", *map(str, folders)]
+        server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    urllib.request.urlopen(f"{url}/_stcore/health", timeout=2).close()
+                    break
+                except OSError:
+                    if server.poll() is not None or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.2)
+            yield Server(url=url, process=psutil.Process(server.pid), times=times)
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
 
 
 def settle(page: Page) -> None:
@@ -109,8 +126,3 @@ def settle(page: Page) -> None:
     page.locator("[data-testid=stApp][data-test-script-state=notRunning]").wait_for()
     page.locator("[data-testid=stAppViewContainer] h1").first.wait_for()
     page.wait_for_function("() => !document.querySelector('[data-testid=stSkeleton], [data-stale=true]')")
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    """Processor time of a process and those it started."""
-    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])

@@ -47,13 +47,14 @@ def violation_curves(
     window: int = WINDOW,
     colours: Mapping[str, int] | None = None,
     log_y: bool = False,
+    low: bool = False,
     **settings: Any,
 ) -> go.Figure:
     """max_violation of every run, one panel per layer: each step thin, the trailing window thick, the bound E/k - 1.
 
     series: one per run and layer. window: recorded steps whose loads are summed for the thick line.
     colours: place of each run in the fixed order of colours, by default the order of `series`.
-    settings: passed on to `metric_curves`.
+    low: panels without room for words beside their heading. settings: passed on to `metric_curves`.
     """
     place = _run_colours(series, colours)
     curves, lines = [], []
@@ -81,9 +82,8 @@ def violation_curves(
             )
         )
         bound = max_violation_bound(s.num_experts, s.top_k)
-        line = ReferenceLine(
-            value=bound, label=f"bound E/k - 1 = {number(bound)}: all tokens on one expert", panel=f"layer {s.label}"
-        )
+        label = f"bound E/k - 1 = {number(bound)}" + ("" if low else ": all tokens on one expert")
+        line = ReferenceLine(value=bound, label=label, panel=f"layer {s.label}")
         if line not in lines:
             lines.append(line)
     note = f"Thin: each step. Thick: loads of the last {window} recorded steps summed. 0 is balanced."

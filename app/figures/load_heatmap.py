@@ -191,7 +191,7 @@ def load_heatmap(
 
 def has_click_points(figure: go.Figure) -> bool:
     """Whether a heatmap asked to be clickable is: with very many cells it is not."""
-    return any(trace.name == CLICK_POINTS for trace in figure.data)
+    return any(trace.get("name") == CLICK_POINTS for trace in figure.to_dict()["data"])
 
 
 def _columns_that_fit(series: Sequence[LoadSeries], runs: int, max_rows: int) -> int:

@@ -82,10 +82,13 @@ def model_map(
         centres = (edges[:-1] + edges[1:]) / 2
         labels = group_labels(first_R, experts)
         inner = half * _latent_share(layer, d_model)
-        trace, ink = _column(layer, (x - inner, x + inner), edges, first_R, load_by_layer, theme)
+        trace, grounds = _column(layer, (x - inner, x + inner), edges, first_R, load_by_layer, theme)
         trace["ygap"] = 1 if len(first_R) <= 40 else 0
-        if has_points:  # the points above the cells tell the same
-            trace |= {"text": None, "hovertemplate": None, "hoverinfo": "skip"}
+        if has_points:  # the points above the cells tell it
+            trace["hoverinfo"] = "skip"
+        else:
+            hover = _expert_hovers(layer, first_R, load_by_layer)
+            trace |= {"text": [[text] for text in hover], "hovertemplate": "%{text}<extra></extra>"}
         fig.add_trace(trace)
         # Behind the cells: shows in the gaps between them, as thin lines that part even white from white.
         shapes.append(_box(x, inner, 0, 1, fill=p.block_line, line=p.block_line))
@@ -93,7 +96,8 @@ def model_map(
             shapes.append(_box(x, half, 0, 1, fill="rgba(0,0,0,0)", line=p.block_line))
         cells.extend((x, float(y), index, int(e)) for y, e in zip(centres, first_R, strict=True))
         if numbered:
-            numbers.extend((x, float(y), label, c) for y, label, c in zip(centres, labels, ink, strict=True))
+            inks = map(ink_on, grounds)
+            numbers.extend((x, float(y), label, ink) for y, label, ink in zip(centres, labels, inks, strict=True))
         shared = int(layer.get("num_shared_experts") or 0)
         for i in range(min(shared, 4)):
             left = x - half + 2 * half * i / min(shared, 4)
@@ -203,25 +207,22 @@ def _column(
     load_by_layer: Mapping[int, NDArray] | None,
     theme: Theme,
 ) -> tuple[Trace, list[str]]:
-    """One MoE layer as a heatmap of one column, and the text colour that reads on each of its cells."""
+    """One MoE layer as a heatmap of one column, and the colour of each of its cells."""
     p = palette(theme)
     rows = len(first_R)
     settings: dict[str, Any] = {"x": list(sides), "y": edges, "name": f"layer {label_of(layer)}"}
-    hover = _expert_hovers(layer, first_R, load_by_layer)
-    common = {"text": [[h] for h in hover], "hovertemplate": "%{text}<extra></extra>"}
     if load_by_layer is None:
         flat = [[0, _PLAIN_EXPERT[theme]], [1, _PLAIN_EXPERT[theme]]]
-        trace = heatmap(z=np.zeros((rows, 1)), colorscale=flat, showscale=False, **settings, **common)
-        return trace, [ink_on(_PLAIN_EXPERT[theme])] * rows
+        trace = heatmap(z=np.zeros((rows, 1)), colorscale=flat, showscale=False, **settings)
+        return trace, [_PLAIN_EXPERT[theme]] * rows
     ratio_E = _ratios(layer, load_by_layer)
     pooled_R = pool_experts(ratio_E, first_R)
     z = load_z(pooled_R)
     if np.isnan(z).all():
         grey = [[0, p.no_data], [1, p.no_data]]
-        trace = heatmap(z=np.zeros((rows, 1)), colorscale=grey, showscale=False, **settings, **common)
-        return trace, [ink_on(p.no_data)] * rows
-    ink = [ink_on(colour) for colour in load_colours(pooled_R, theme=theme)]
-    return heatmap(z=z[:, None], coloraxis="coloraxis", **settings, **common), ink
+        trace = heatmap(z=np.zeros((rows, 1)), colorscale=grey, showscale=False, **settings)
+        return trace, [p.no_data] * rows
+    return heatmap(z=z[:, None], coloraxis="coloraxis", **settings), load_colours(pooled_R, theme=theme)
 
 
 def _ratios(layer: Mapping[str, Any], load_by_layer: Mapping[int, NDArray]) -> NDArray[np.float64]:

@@ -173,14 +173,39 @@ class Sheet:
     def figure(self) -> go.Figure:
         """The figure, one of plotly's like any other."""
         data = [{key: value for key, value in trace.items() if value is not None} for trace in self.data]
-        return _Figure(data, self.layout, _validate=False)
+        return _Figure(data, self.layout)
 
 
 class _Figure(go.Figure):
-    """A plotly figure that is drawn more often than changed: to be drawn it is not copied."""
+    """A plotly figure that becomes one when somebody looks into it: to be drawn it need not."""
+
+    def __init__(self, data: list[Trace], layout: dict[str, Any]) -> None:
+        self.__dict__.update(plain=(data, layout), sent=None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "plain" not in vars(self):  # of Python's own, or asked while it is copied
+            raise AttributeError(name)
+        data, layout = self.__dict__.pop("plain")
+        super().__init__(data, layout, _validate=False)
+        return getattr(self, name)
 
     def to_dict(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", _sendable({"data": self._data, "layout": self._layout}))
+        if "plain" not in vars(self):
+            return cast("dict[str, Any]", _sendable({"data": self._data, "layout": self._layout}))
+        if self.sent is None:
+            data, layout = self.plain
+            self.__dict__["sent"] = _sendable({"data": data, "layout": layout})
+        return cast("dict[str, Any]", self.sent)
+
+
+def with_layout(figure: go.Figure, **settings: Any) -> go.Figure:
+    """The figure with these properties of its layout beside the others, as in `Sheet.update_layout`."""
+    if "plain" not in vars(figure):
+        return figure.update_layout(**settings)
+    data, layout = vars(figure)["plain"]
+    layout = dict(layout)
+    _merge(layout, settings)
+    return _Figure(data, layout)
 
 
 def _merge(into: dict[str, Any], settings: dict[str, Any]) -> None:

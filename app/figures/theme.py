@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -196,18 +196,13 @@ def load_colours(ratio: ArrayLike, *, theme: Theme = "light") -> list[str]:
     """CSS colours on the load scale for a flat sequence of load / uniform share (NaN: the no-data grey)."""
     stops_z = np.array([z for z, _ in _LOAD_STOPS])
     stops_rgb = np.array([hex_to_rgb(colour) for _, colour in _LOAD_STOPS], dtype=np.float64)
-    colours = []
-    for z in load_z(ratio).ravel():
-        if np.isnan(z):
-            colours.append(palette(theme).no_data)
-        elif z == IDLE_Z:
-            colours.append(IDLE_COLOUR)
-        elif z == BEYOND_Z:
-            colours.append(BEYOND_COLOUR)
-        else:
-            red, green, blue = (round(float(np.interp(z, stops_z, stops_rgb[:, c]))) for c in range(3))
-            colours.append(f"#{red:02x}{green:02x}{blue:02x}")
-    return colours
+    z_N = load_z(ratio).ravel()
+    rgb_N3 = np.stack([np.interp(z_N, stops_z, stops_rgb[:, channel]) for channel in range(3)], axis=1)
+    others = {IDLE_Z: IDLE_COLOUR, BEYOND_Z: BEYOND_COLOUR}
+    return [
+        palette(theme).no_data if z != z else others.get(z) or "#{:02x}{:02x}{:02x}".format(*map(round, rgb))
+        for z, rgb in zip(z_N.tolist(), rgb_N3.tolist(), strict=True)
+    ]
 
 
 def load_ticks(bound: float | None = None) -> tuple[list[float], list[str]]:
@@ -270,6 +265,7 @@ def hex_to_rgb(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
+@lru_cache(maxsize=4096)
 def ink_on(ground: str) -> str:
     """Letters for a ground "#rrggbb": black or white, whichever stands out more, so at least 4.58 to 1 on any."""
     shares = np.array(hex_to_rgb(ground)) / 255
@@ -352,7 +348,8 @@ def _title_room(title: str, note: str) -> int:
 
 def title_parts(fig: go.Figure) -> tuple[str, str, int]:
     """Title and note of a figure with the house layout, each as one line of HTML, and the pixels they take in it."""
-    title, _, note = (fig.layout.title.text or "").removeprefix("<b>").partition(_NOTE)
+    text = fig.to_dict()["layout"].get("title", {}).get("text", "")  # `fig.layout` would have plotly make all of it
+    title, _, note = text.removeprefix("<b>").partition(_NOTE)
     title, note = title.removesuffix("</b>"), note.partition(">")[2].removesuffix("</span>")
     return title.replace("<br>", " "), note.replace("<br>", " "), _title_room(title, note)
 

@@ -9,6 +9,7 @@ import html
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,7 @@ def _missing(value: Any) -> bool:
     return not isinstance(value, str) and bool(pd.isna(value))
 
 
+@lru_cache(maxsize=4096)  # texts repeat
 def visible_text(text: str) -> str:
     """Make white space and control characters of a token visible.
 
@@ -181,7 +183,7 @@ def _token(
     numbers: int,
     framed: bool,
 ) -> str:
-    slots = [(k, int(e)) for k, e in enumerate(np.asarray(rows.experts_TK)[index]) if e >= 0]
+    slots = [(k, e) for k, e in enumerate(np.asarray(rows.experts_TK)[index].tolist()) if e >= 0]
     if chosen is None:
         owner = slots[0][1] if slots else None
     else:
@@ -209,13 +211,13 @@ def _tip(rows: TokenRows, index: int) -> str:
     domain = rows.domain(index)
     if domain:
         lines.append(f"domain {visible_text(domain)}")
-    for k, expert in enumerate(np.asarray(rows.experts_TK)[index]):
-        if expert < 0:
-            continue
-        weight = float(rows.weights_TK[index][k])
-        dropped = "" if rows.kept(index, k) else ", dropped by capacity"
-        lines.append(f"expert {int(expert)}: weight {weight:.4f}{dropped}")
-    if not np.any(np.asarray(rows.experts_TK)[index] >= 0):
+    found = len(lines)
+    choices = zip(np.asarray(rows.experts_TK)[index].tolist(), rows.weights_TK[index].tolist(), strict=True)
+    for k, (expert, weight) in enumerate(choices):
+        if expert >= 0:
+            dropped = "" if rows.kept(index, k) else ", dropped by capacity"
+            lines.append(f"expert {expert}: weight {weight:.4f}{dropped}")
+    if len(lines) == found:
         lines.append("no route: this token reached no expert")
     return "\n".join(lines)
 
@@ -223,6 +225,7 @@ def _tip(rows: TokenRows, index: int) -> str:
 INK = "#14181d"  # text on a coloured ground, in both themes
 
 
+@cache
 def token_ground(colour: str, theme: Theme) -> str:
     """The ground of a token: pale enough for dark text on it, dimmed a little on a dark page so as not to glare.
 

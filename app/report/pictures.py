@@ -142,10 +142,8 @@ def balance(series: Sequence[LoadSeries], *, colours: Mapping[str, int], words: 
 
     def violation(theme: Theme) -> go.Figure:
         title = f"max_violation: how far the busiest expert is above the uniform share, {window} (thick)"
-        figure = violation_curves(series, title=title, theme=theme, log_y=several, **common)
-        if panels > _LOW_PANELS:  # a low panel has no room for the words beside its heading
-            figure.for_each_annotation(lambda label: label.update(text=str(label.text).partition(": all tokens")[0]))
-        return figure
+        low = panels > _LOW_PANELS
+        return violation_curves(series, title=title, theme=theme, log_y=several, low=low, **common)
 
     def unused(theme: Theme) -> go.Figure:
         return unused_curves(series, title=f"Idle and dead experts, {window}", theme=theme, **common)

@@ -120,10 +120,9 @@ def violation(run: Run, series: Sequence[LoadSeries], window: int, axis: XAxis) 
         title="max_violation: how far the busiest expert is above the uniform share",
         theme=charts.theme(),
         window=window,
+        low=len(series) > _LARGE_PANELS,
         **_panels(len(series), axis),
     )
-    if len(series) > _LARGE_PANELS:  # a low panel has no room for the words beside its heading
-        figure.for_each_annotation(lambda label: label.update(text=label.text.partition(": all tokens")[0]))
     charts.show(
         figure,
         key="violation",

@@ -15,6 +15,7 @@ from app.figures.inputs import LoadSeries
 from app.figures.load_heatmap import load_heatmap
 from app.figures.model_map import model_map
 from app.figures.pooling import expert_groups
+from app.figures.sheet import with_layout
 from app.layer_stats import LayerStats
 from app.moments import Moment, moment
 from app.views import empty, replay_bars
@@ -188,54 +189,52 @@ def _strip(series: LoadSeries, theme: Any) -> go.Figure:
         panel_height=STRIP_HEIGHT,
         wrap_at=200,
     )
-    _without_heading(figure)
-    first, last = figure.layout.xaxis.range
-    if last - first < 8:
-        figure.update_xaxes(dtick=1)
-    # "672-699" would reach into the axis title: the first expert of a row will do.
-    figure.update_yaxes(ticktext=[label.split("-")[0] for label in figure.layout.yaxis.tickvals])
-    return _without_colour_bar(figure)
+    layout = figure.to_dict()["layout"]
+    first, last = layout["xaxis"]["range"]
+    # The run's name above the panel is taken out, and its room: the sidebar names the run.
+    total = layout["height"]
+    small = with_layout(
+        figure,
+        annotations=[],
+        height=total - _HEADING,
+        margin={"t": layout["margin"]["t"] - _HEADING},
+        title={"y": 1 - (1 - layout["title"]["y"]) * total / (total - _HEADING)},
+        xaxis={"dtick": 1 if last - first < 8 else None},
+        # "672-699" would reach into the axis title: the first expert of a row will do.
+        yaxis={"ticktext": [label.split("-")[0] for label in layout["yaxis"]["tickvals"]]},
+    )
+    return _without_colour_bar(small)
 
 
 def _where(whole: go.Figure, stats: LayerStats, step: int, expert: int | None) -> None:
-    figure = go.Figure(whole)
-    if expert is not None:
-        _frame_row(figure, expert_groups(stats.num_experts, STRIP_ROWS), expert)
-    first, last = figure.layout.xaxis.range
-    margin = figure.layout.margin
+    layout = whole.to_dict()["layout"]
+    shapes = [] if expert is None else _row_frame(expert_groups(stats.num_experts, STRIP_ROWS), expert)
+    figure = with_layout(whole, shapes=[*layout.get("shapes", []), *shapes])
+    first, last = layout["xaxis"]["range"]
+    margin = layout["margin"]
     share = (step - first) / (last - first)
     with st.container(key="replay_whole_run"):
         # Not in the figure: that would be drawn anew at every step.
         moving.line_at(
             "replay_whole_run",
-            left=f"calc({margin.l}px + {share:.5f} * (100% - {margin.l + margin.r}px) - 1px)",
-            top=margin.t,
+            left=f"calc({margin['l']}px + {share:.5f} * (100% - {margin['l'] + margin['r']}px) - 1px)",
+            top=margin["t"],
             height=STRIP_HEIGHT,
         )
         charts.show(figure, key="replay_strip", alt=f"Load of every expert of layer {stats.label} over the whole run.")
 
 
-def _without_heading(figure: go.Figure) -> None:
-    """Take out the run's name above the panel, and its room: the sidebar names the run."""
-    total = figure.layout.height
-    figure.layout.annotations = ()
-    figure.update_layout(
-        height=total - _HEADING,
-        margin_t=figure.layout.margin.t - _HEADING,
-        title_y=1 - (1 - figure.layout.title.y) * total / (total - _HEADING),
-    )
-
-
-def _frame_row(figure: go.Figure, first_R: NDArray[np.int64], expert: int) -> None:
+def _row_frame(first_R: NDArray[np.int64], expert: int) -> list[dict[str, Any]]:
     row = int(np.searchsorted(first_R, expert, side="right")) - 1
     box = {"type": "rect", "xref": "x domain", "x0": 0, "x1": 1, "yref": "y", "y0": row - 0.5, "y1": row + 0.5}
     # Cells are white to purple in both themes: a dark line with a light rim shows on all of them.
-    for colour, width in ((moving.LIGHT, 4), (moving.DARK, 1.5)):
-        figure.add_shape(**box, line={"color": colour, "width": width})
+    return [
+        box | {"line": {"color": colour, "width": width}} for colour, width in ((moving.LIGHT, 4), (moving.DARK, 1.5))
+    ]
 
 
 def _without_colour_bar(figure: go.Figure) -> go.Figure:
-    return figure.update_layout(coloraxis_showscale=False, margin_r=24)
+    return with_layout(figure, coloraxis={"showscale": False}, margin={"r": 24})
 
 
 def _all_layers(run: Run, layers: list[int], stats: LayerStats) -> dict[int, LayerStats]:

@@ -144,11 +144,13 @@ def _movers(run: Run, layer: int, probes_P: np.ndarray) -> None:
         alt=f"Tokens of layer {layer_keys.label(run, layer)} by the last probe they moved at.",
         numbers=lambda: moves,
     )
-    steps = sorted({int(step) for step in fluctuation["last_fluctuation"].dropna()})
-    final = data.decisions(run, int(probes_P[-1]), layer, "probe")
-    before = {step: data.decisions(run, step, layer, "probe") for step in steps}
+    last = int(probes_P[-1])
     movers = settling.last_movers(
-        fluctuation, data.tokens(run, int(probes_P[-1]), "probe"), before, final, most=MAX_MOVERS
+        fluctuation,
+        data.tokens(run, last, "probe"),
+        lambda step: data.decisions(run, step, layer, "probe"),
+        last,
+        most=MAX_MOVERS,
     )
     if not len(movers):
         st.caption("Every token chose its final expert first at every probe.")
@@ -158,7 +160,7 @@ def _movers(run: Run, layer: int, probes_P: np.ndarray) -> None:
     st.caption(f"{shown}, latest first.")
     charts.table(movers, key="movers")
     if st.button("See the last probe's tokens", key="settling_tokens", icon=":material/text_fields:"):
-        navigation.go("tokens", layer=layer, phase="probe", step=int(probes_P[-1]))
+        navigation.go("tokens", layer=layer, phase="probe", step=last)
 
 
 def _named(run: Run, by_key: dict[int, pd.Series]) -> dict[layer_keys.Label, pd.Series]:

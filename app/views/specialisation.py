@@ -121,16 +121,15 @@ def _tokens_of_expert(
 def _experts_of_token(layer: layer_keys.Label, vocabulary: pd.DataFrame) -> None:
     st.subheader("Where a token goes", anchor=False)
     frequent = vocabulary.sort_values(["occurrences", "token_id"], ascending=[False, True]).head(MAX_TOKENS)
-    rows = {str(row["token_id"]): row for _, row in frequent.iterrows()}
-
-    def name(token_id: str) -> str:
-        text = rows[token_id]["text"]
-        shown = "" if text is None or text is pd.NA else repr(str(text))
-        return f"{shown} (id {token_id}, {int(rows[token_id]['occurrences']):,} times)"
-
-    token = state.pick_option("token", "Token", list(rows), format_func=name, as_list=True)
-    frame = specialisation.experts_of(rows[token])
-    seen = int(rows[token]["occurrences"])
+    ids = frequent["token_id"].astype(str).tolist()
+    names = {
+        token_id: f"{'' if text is None or text is pd.NA else repr(str(text))} (id {token_id}, {times:,} times)"
+        for token_id, text, times in zip(ids, frequent["text"], frequent["occurrences"].tolist(), strict=True)
+    }
+    token = state.pick_option("token", "Token", ids, format_func=names.__getitem__, as_list=True)
+    row = frequent.iloc[ids.index(token)]
+    frame = specialisation.experts_of(row)
+    seen = int(row["occurrences"])
     known = vocabulary["share"].dropna().to_numpy(np.float64)
     most = percent(frame["share (%)"].iloc[0] / 100)
     said = f"**{most} of its {seen:,} occurrences use expert {frame['expert'].iloc[0]}.**"
