@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from moe_core import metrics
 from recorder.schema import PHASES, lists_to_matrix
@@ -177,8 +178,7 @@ class RunMetrics:
             ValueError: an unknown phase or layer, or several routers and none named.
         """
         rows = self._rows("vocabulary", layer, phase, router, there=False)
-        main = [int(experts[0]) for experts in rows["experts"]]
-        most = np.array([int(counts[0]) for counts in rows["counts"]], dtype=np.int64)
+        main, most = (_firsts(rows[name]) for name in ("experts", "counts"))
         share = metrics.vocab_specialisation(most[:, None], rows["occurrences"].to_numpy(np.int64), min_occurrences)
         rows = rows.assign(
             main_expert=pd.Series(main, index=rows.index, dtype="int64[pyarrow]"),
@@ -304,6 +304,11 @@ class RunMetrics:
 def _check(phase: str) -> None:
     if phase not in PHASES:
         raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
+
+
+def _firsts(lists: pd.Series) -> np.ndarray:
+    """The first of each list in a column."""
+    return np.asarray(pc.list_element(pa.array(lists, from_pandas=True), 0).to_numpy(), dtype=np.int64)
 
 
 def _unit(name: str) -> str:
