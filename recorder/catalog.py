@@ -137,7 +137,9 @@ class TableReader:
         if unsettled:
             names = ["step", "phase", "segment"]
             schema = only(self._schema, names)
-            rows = fill_defaults(conform(self._read(file, unsettled, names), schema))
+            there = [name for name in ("phase",) if name in footer.schema.names]
+            rows = _where_it_changes(self._read(file, unsettled, names, read_dictionary=there))
+            rows = fill_defaults(conform(rows, schema))
             keys = ["phase", "segment", *(["step"] if exact else [])]
             extremes = rows.group_by(keys).aggregate([("step", "min"), ("step", "max")]).to_pylist()
             ranges += [
@@ -225,11 +227,11 @@ class TableReader:
                 mask = test if mask is None else pc.and_(mask, test)
         return rows if mask is None else rows.filter(mask)
 
-    def _read(self, file: PartFile, groups: list[int] | None, columns: list[str] | None) -> pa.Table:
-        """Rows of one part; `groups` None = all."""
+    def _read(self, file: PartFile, groups: list[int] | None, columns: list[str] | None, **options: Any) -> pa.Table:
+        """Rows of one part; `groups` None = all. options: of `storage.parquet_file`."""
         try:
             footer = self._footers[file]
-            with storage.parquet_file(self.folder / file.name, footer.metadata, file.stored) as part:
+            with storage.parquet_file(self.folder / file.name, footer.metadata, file.stored, **options) as part:
                 if columns is not None:
                     columns = [name for name in columns if name in footer.schema.names]
                 threads = file.size > _THREADS_FROM_BYTES
@@ -245,6 +247,17 @@ class TableReader:
 
 class _PartIsBadError(Exception):
     """A part turned out to be damaged past its footer; it is noted, the read starts again without it."""
+
+
+def _where_it_changes(rows: pa.Table) -> pa.Table:
+    """The rows that differ from the one before, and the first. rows: of numbers and dictionaries."""
+    changes = np.zeros(rows.num_rows, dtype=bool)
+    changes[:1] = True
+    for column in rows.columns:
+        whole = column.combine_chunks()
+        values = (whole.indices if pa.types.is_dictionary(whole.type) else whole).to_numpy(zero_copy_only=False)
+        changes[1:] |= values[1:] != values[:-1]
+    return rows.take(np.flatnonzero(changes))
 
 
 def fill_defaults(rows: pa.Table) -> pa.Table:

@@ -38,7 +38,8 @@ def kept_rows(steps: np.ndarray, segments: np.ndarray, starts: Mapping[int, int]
 def sort_rows(rows: pa.Table, *columns: str) -> pa.Table:
     """Rows in ascending order of these columns; equal ones keep their order."""
     order = pc.sort_indices(rows, sort_keys=[(name, "ascending") for name in columns])
-    return rows.take(order).combine_chunks()
+    as_it_is = np.array_equal(order.to_numpy(), np.arange(len(order)))  # mostly so, and to move lists takes long
+    return (rows if as_it_is else rows.take(order)).combine_chunks()
 
 
 def merge_step_ranks(rows: pa.Table) -> pa.Table:

@@ -125,10 +125,12 @@ class Run(RunMetrics):
     def phases(self) -> list[str]:
         """The phases with a recorded load, in the order of `schema.PHASES`; told by the files' statistics."""
         if "phases" not in self._kept:
-            ranges = self._tables["layer_stats"].key_ranges()
-            if any(item.phase is None for item in ranges):
-                ranges = self._tables["layer_stats"].key_ranges(exact=True)
-            found = {item.phase for item in ranges}
+            table = self._tables["layer_stats"]
+            found = {item.phase for item in table.key_ranges()}
+            if None in found and table.size <= _WHOLE_STATS_BYTES:  # which is read anyway
+                found = set(table.whole()["phase"].unique().to_pylist())
+            elif None in found:
+                found = {item.phase for item in table.key_ranges(exact=True)}
             self._kept["phases"] = [phase for phase in PHASES if phase in found]
         return list(self._kept["phases"])
 
@@ -337,7 +339,11 @@ class Run(RunMetrics):
         if layer is None or table.size <= _WHOLE_STATS_BYTES:
             if "layer_stats" not in self._kept:
                 self._kept["layer_stats"] = self._finish_stats(table.whole())
-            return _equal(self._kept["layer_stats"], layer=layer, phase=phase, router=router)
+            rows = self._kept["layer_stats"]
+            if layer is None:
+                return merge.sort_rows(_equal(rows, phase=phase, router=router), "step", "phase", "layer", "router")
+            low, high = np.searchsorted(rows["layer"].to_numpy(), [layer, layer + 1]).tolist()
+            return _equal(rows.slice(low, high - low), phase=phase, router=router)
         if layer not in self._layers:
             self._layers[layer] = self._finish_stats(table.scan(layer=layer))
             if len(self._layers) > _KEPT_LAYERS:
@@ -351,7 +357,7 @@ class Run(RunMetrics):
             rows = self._name_routers(rows)
         if self.ranks > 1:
             rows = merge.merge_layer_ranks(rows)
-        return merge.sort_rows(rows, "step", "phase", "layer", "router")
+        return merge.sort_rows(rows, "layer", "step", "phase", "router")
 
     def _name_routers(self, rows: pa.Table) -> pa.Table:
         """A writer that numbers no routers has one a layer: take the manifest's number, or else the layer's."""
