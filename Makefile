@@ -6,6 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # a file's tests share what they record; in the order of the files, so that the long ones do not all come last
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
+# Tests start many processes, and each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: app test test-all style lint format sample-runs clean
 
 app: $(VENV)/.installed

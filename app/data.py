@@ -507,6 +507,8 @@ def _matrix(column: pd.Series, num_experts: int) -> np.ndarray:
     if len(lists) == 0 or pa.types.is_null(lists.type):
         return matrix_SE
     whole_S = np.asarray(lists.value_lengths().fill_null(0)) == num_experts
+    if whole_S.all():  # as it is
+        return lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64, copy=False).reshape(-1, num_experts)
     flat = lists.filter(pa.array(whole_S)).flatten()
     matrix_SE[whole_S] = flat.to_numpy(zero_copy_only=False).astype(np.float64).reshape(-1, num_experts)
     return matrix_SE
@@ -523,7 +525,7 @@ def _column(frame: pd.DataFrame, name: str) -> np.ndarray:
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
-    array = np.array(array)
+    array = array.view()
     array.flags.writeable = False
     return array
 

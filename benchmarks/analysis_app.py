@@ -5,8 +5,8 @@
 Each page is opened by a real Chromium on a server of its own, which has drawn the glossary before: what every page
 needs is loaded, of the run nothing is cached but the files' bytes. Then another layer and another step are chosen
 there as a person does, where the page has those. Server time, *cpu* and *seen* are those of `benchmarks/app_pages.py`.
-RUN is one that `benchmarks/analysis.py --keep DIR` left; after `routescope analyse RUN` pages take the counts kept with it,
-before it those of all decisions are counted when a page asks for them, and the page says so.
+RUN is one that `benchmarks/analysis.py --keep DIR` left; after `routescope analyse RUN` pages take the counts kept
+with it, before it those of all decisions are counted when a page asks for them, and the page says so.
 
 Bars: the first page (Overview) within 2 s when cold, a change within 200 ms (the median of some, each to a layer or
 step that was not drawn before), resident memory below 700 MB.

@@ -4,11 +4,11 @@
 
 It starts the real dashboard on the sample runs and opens each page in a real Chromium (Debian: package chromium).
 
-*Server time*: how long the server takes to draw the page, from the beginning of a run of its script to its end, summed
-over the runs that opening the page takes; measured in the server (`benchmarks/timed_server.py`). *cpu* is processor time
-of the server meanwhile, with what it takes to send. *Seen* is the time from the first message about a drawing to the
-last, as they reach the browser, which draws them on the same processors. *First* is the first opening after the start
-of the server, the others are medians of `--repeats` more, each in a fresh browser window.
+*Server time*: how long the server takes to draw the page, from the beginning of a run of its script to its end,
+summed over the runs that opening the page takes; measured in the server (`benchmarks/timed_server.py`). *cpu* is
+processor time of the server meanwhile, with what it takes to send. *Seen* is the time from the first message about a
+drawing to the last, as they reach the browser, which draws them on the same processors. *First* is the first opening
+after the start of the server, the others are medians of `--repeats` more, each in a fresh browser window.
 
 *Sent*: all WebSocket frames to the browser, uncompressed, and what else came by HTTP beside Streamlit's own static
 files. Those are the same for every page and stay in the browser; they are shown apart.
@@ -104,7 +104,8 @@ def pages(browser: Browser, names: list[str], run: str, repeats: int) -> dict[st
     """Every page on the sample runs."""
     found = {}
     print(
-        f"{'page':<16}{'first s':>9}{'cpu':>7}{'again s':>9}{'cpu':>7}{'seen':>7}{'sent MB':>9}{'static MB':>11}  within bars"
+        f"{'page':<16}{'first s':>9}{'cpu':>7}{'again s':>9}{'cpu':>7}{'seen':>7}{'sent MB':>9}{'static MB':>11}"
+        "  within bars"
     )
     with tempfile.TemporaryDirectory() as home, dashboard([Path(home), SAMPLES]) as server:
         # the first window of all pays for the start of the server and is no page's doing

@@ -100,6 +100,7 @@ def dashboard(folders: list[Path]) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "STREAMLIT_SERVER_HEADLESS": "true"}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a person's Python keeps what it has compiled
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as home:
         times = Path(home) / "times"
