@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -15,10 +15,11 @@ import pyarrow.compute as pc
 from recorder.analysis.count_decisions import DecisionTask
 from recorder.analysis.count_stats import StatsTask
 from recorder.analysis.counts import Counts
+from recorder.analysis.memory import give_back
 from recorder.analysis.plan import Job, Plan, Task, plan_analysis
 from recorder.analysis.settling import ProbeTask, merge_probes
 from recorder.analysis.store import Store
-from recorder.analysis.tables import TABLES, make_tables
+from recorder.analysis.tables import BY_TOKEN, TABLES, make_tables
 from recorder.analysis.token_rows import TokensError
 from recorder.catalog import first_line
 from recorder.reader import Run
@@ -33,6 +34,8 @@ _ATTEMPTS = 10
 
 #: The counts of a task, and a line for each part that they lack.
 Done = tuple[Counts, list[str]]
+#: How a table is got at: its name, the values that are asked for (more rows may come), and columns (None = all).
+Load = Callable[[str, Mapping[str, Any], Sequence[str] | None], pa.Table]
 
 
 class Analysis:
@@ -49,7 +52,7 @@ class Analysis:
 
     def __init__(
         self,
-        load: Callable[[str], pa.Table],
+        load: Load,
         *,
         problems: Iterable[str] = (),
         kept: str | None = None,
@@ -69,13 +72,19 @@ class Analysis:
             ValueError: an unknown table.
         """
         _check_table(name)
-        if name not in self._loaded:
-            self._loaded[name] = self._load(name)
-        rows = self._loaded[name]
-        for column, value in equals.items():
-            if value is not None:
-                rows = rows.filter(pc.equal(rows[column], value))
+        wanted = {column: value for column, value in equals.items() if value is not None}
+        rows = self._loaded.get(name)
+        if rows is None and name in BY_TOKEN:
+            rows = self._load(name, wanted, None)
+        elif rows is None:
+            rows = self._loaded[name] = self._load(name, {}, None)
+        for column, value in wanted.items():
+            rows = rows.filter(pc.equal(rows[column], value))
         return rows
+
+    def num_rows(self, name: str) -> int:
+        """How many rows a table has, which need not be read for that."""
+        return int(self._load(name, {}, ["layer"]).num_rows)
 
     def frame(self, name: str, **equals: Any) -> pd.DataFrame:
         """The same as a pandas frame on Arrow dtypes."""
@@ -128,11 +137,12 @@ def stored_analysis(run: Run) -> Analysis | None:
     if written is None:  # to plan all of it takes a look at every step
         return None
     plan = plan_analysis(run)
-    if written < plan.newest or store.read_table(TABLES[-1], plan.digest) is None:  # the last one written
+    last = TABLES[-1]  # to be written
+    if written < plan.newest or store.read_table(last, plan.digest, columns=["layer"]) is None:
         return None
 
-    def load(name: str) -> pa.Table:
-        table = store.read_table(name, plan.digest)
+    def load(name: str, equals: Mapping[str, Any], columns: Sequence[str] | None) -> pa.Table:
+        table = store.read_table(name, plan.digest, equals, columns)
         if table is None:
             raise ValueError(f"{run.path}: analysis/{name}.parquet is gone or damaged; run routescope analyse again")
         return table
@@ -161,9 +171,13 @@ def _count(
                 if why_not is None and not found:
                     why_not = _tried(lambda job=job, counts=counts: store.write_partial(job.name, counts))  # type: ignore[misc]
             total.merge(counts)
+            del counts  # before the next one is waited for
+            give_back()
             if progress is not None:
                 progress(done, len(plan.jobs))
     tables = make_tables(total)
+    del total
+    give_back()
     if why_not is None and not problems:
         names = [job.name for job in plan.jobs]
         why_not = _tried(lambda: store.write_tables(tables, plan.digest, names))
@@ -171,7 +185,7 @@ def _count(
         why_not = "parts cannot be read"
     read = len(plan.jobs) - len(new)
     return Analysis(
-        tables.__getitem__,
+        lambda name, equals, columns: tables[name],
         problems=dict.fromkeys([*_known_problems(run), *problems]),  # the run may have met the same one
         kept=why_not,
         read_jobs=read,
@@ -193,21 +207,22 @@ def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, list
             except BrokenExecutor:
                 under_way.append(None)
 
+    def done(job: Job) -> Done:  # a function, so that nothing stays behind while the next one is waited for
+        counts = Counts()
+        problems: list[str] = []
+        for task in job.tasks:
+            hand_out()
+            try:
+                problems += _add_result(counts, under_way.popleft(), task)
+            except (FileNotFoundError, StorageError):
+                raise
+            except (OSError, ValueError, pa.ArrowException) as error:
+                problems.append(f"{_what(job)}: {first_line(error)}")
+        return counts, problems
+
     try:
         for job in jobs:
-            pieces: list[Counts] = []
-            problems: list[str] = []
-            for task in job.tasks:
-                hand_out()
-                try:
-                    counts, found = _result(under_way.popleft(), task)
-                    pieces.append(counts)
-                    problems += found
-                except (FileNotFoundError, StorageError):
-                    raise
-                except (OSError, ValueError, pa.ArrowException) as error:
-                    problems.append(f"{_what(job)}: {first_line(error)}")
-            yield (merge_probes(pieces) if isinstance(job.tasks[0], ProbeTask) else _sum(pieces)), problems
+            yield done(job)
     finally:
         for future in under_way:
             if future is not None:
@@ -215,12 +230,21 @@ def _results(executor: Executor, jobs: list[Job]) -> Iterator[tuple[Counts, list
                     future.cancel()
 
 
-def _result(future: Future[Done] | None, task: Task) -> Done:
-    """What the executor made of a task; a pool that lost a worker makes nothing any more, so that it is done here."""
+def _add_result(total: Counts, future: Future[Done] | None, task: Task) -> list[str]:
+    """Add what the executor made of a task, and tell what it lacks.
+
+    A pool that lost a worker makes nothing any more, so that it is done here.
+    """
+    done = None
     if future is not None:
         with suppress(BrokenExecutor):
-            return future.result()
-    return run_task(task)
+            done = future.result()
+    counts, problems = run_task(task) if done is None else done
+    if isinstance(task, ProbeTask):
+        merge_probes(total, counts)
+    else:
+        total.merge(counts)
+    return problems
 
 
 def _known_problems(run: Run) -> list[str]:
@@ -239,18 +263,13 @@ def run_task(task: Task) -> Done:
     problems: list[str] = []
     while True:
         try:
-            return task.count(), problems
+            counts = task.count()
+            give_back()
+            return counts, problems
         except TokensError as error:
             assert isinstance(task, DecisionTask)
             problems.append(str(error))
             task = replace(task, token_parts=tuple(part for part in task.token_parts if part.name != error.part))
-
-
-def _sum(pieces: list[Counts]) -> Counts:
-    total = Counts()
-    for piece in pieces:
-        total.merge(piece)
-    return total
 
 
 def _what(job: Job) -> str:

@@ -70,7 +70,7 @@ def analyse_run(run: Run, scheduler: str | None, *, in_terminal: bool) -> Report
             "kept": why is None,
             "read_jobs": analysis.read_jobs,
             "counted_jobs": analysis.counted_jobs,
-            "tables": {name: analysis.table(name).num_rows for name in analysis.tables},
+            "tables": {name: analysis.num_rows(name) for name in analysis.tables},
         },
     )
 

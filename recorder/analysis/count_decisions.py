@@ -22,7 +22,7 @@ TOKEN_TABLES = frozenset({"domains", "vocabulary", "repeats", "positions"})
 MOMENT_TABLES = TOKEN_TABLES | {"transitions"}
 
 #: So many ids wait before they are counted: many at once are counted faster, and more would be of no use.
-_WAITING_IDS = 1 << 22
+_WAITING_IDS = 1 << 24
 
 #: Phase, layer and router.
 Place3 = tuple[str, int, int]
@@ -76,33 +76,36 @@ class DecisionTask:
         waiting = _Waiting(counts, self.routers, with_pairs="coactivation" in self.tables)
         for moment in moments(self.run / "decisions", self.stretch, self.routers.of_layer, columns):
             if kept_rows(np.array([moment.step]), np.array([moment.segment]), self.segment_starts).all():
-                for (_, router), choices in moment.choices.items():
-                    waiting.add((moment.phase, choices.layer, router), choices.expert_ids_TK)
-                if columns is COLUMNS:
-                    self._count(counts, moment, tokens.of(moment) if with_tokens else {})
+                self._count(counts, waiting, moment, tokens.of(moment) if with_tokens else {})
         waiting.count()
         return counts
 
-    def _count(self, counts: Counts, moment: Moment, tokens: Mapping[int, Tokens]) -> None:
-        """What must be counted moment by moment."""
+    def _count(self, counts: Counts, waiting: "_Waiting", moment: Moment, tokens: Mapping[int, Tokens]) -> None:
         for rank in sorted({rank for rank, _ in moment.choices}):
             there = [router for other, router in moment.choices if other == rank]
-            if rank in tokens:
-                _note_texts(counts, tokens[rank])
+            known = tokens.get(rank)
+            if known is not None:
+                _note_texts(counts, known)
             for router in there:
                 choices = moment.choices[rank, router]
-                num_experts = self.routers.experts_of(router, choices.expert_ids_TK)
                 place = (moment.phase, choices.layer, router)
-                after = self.routers.next(router, there)
-                if after is not None and "transitions" in self.tables:
+                after = self.routers.next(router, there) if "transitions" in self.tables else None
+                if after is not None:
                     then = moment.choices[rank, after]
-                    others = self.routers.experts_of(after, then.expert_ids_TK)
-                    pairs = _count_transitions(choices, then, num_experts, others)
+                    pairs = _count_transitions(
+                        choices,
+                        then,
+                        self.routers.experts_of(router, choices.expert_ids_TK),
+                        self.routers.experts_of(after, then.expert_ids_TK),
+                    )
                     counts.add(Key("transitions", *place, f"{then.layer},{after}"), pairs)
-                if rank in tokens:
-                    width = self.routers.num_experts.get(router, 0) + 1
-                    width = width if width > num_experts else _WIDEST
-                    _count_tokens(counts, place, choices, tokens[rank], num_experts, width)
+                token_id_T = None
+                if known is not None:
+                    rows = known.of(choices.token_T)
+                    token_id_T = known.token_ids(rows)
+                    num_experts = self.routers.experts_of(router, choices.expert_ids_TK)
+                    _count_tokens(counts, place, choices, known, rows, num_experts)
+                waiting.add(place, choices.expert_ids_TK, token_id_T)
 
 
 class _Waiting:
@@ -116,19 +119,22 @@ class _Waiting:
 
     def __init__(self, counts: Counts, routers: RouterMap, *, with_pairs: bool) -> None:
         self._counts, self._routers, self._with_pairs = counts, routers, with_pairs
-        self._ids: dict[tuple[Place3, int], list[np.ndarray]] = {}
+        self._ids: dict[tuple[Place3, int, bool], list[tuple[np.ndarray, np.ndarray]]] = {}
         self._waiting = 0
 
-    def add(self, place: Place3, expert_ids_TK: np.ndarray) -> None:
-        self._ids.setdefault((place, expert_ids_TK.shape[1]), []).append(expert_ids_TK)
+    def add(self, place: Place3, expert_ids_TK: np.ndarray, token_id_T: np.ndarray | None) -> None:
+        """token_id_T: -1 where a token has none; None = of no token are any known."""
+        nobody = np.empty(0, dtype=np.int64)
+        pieces = (expert_ids_TK, nobody if token_id_T is None else token_id_T)
+        self._ids.setdefault((place, expert_ids_TK.shape[1], token_id_T is not None), []).append(pieces)
         self._waiting += expert_ids_TK.size
         if self._waiting >= _WAITING_IDS:
             self.count()
 
     def count(self) -> None:
         """Count all that wait."""
-        for (place, _), pieces in self._ids.items():
-            ids_TK = np.concatenate(pieces)
+        for (place, _, with_tokens), pieces in self._ids.items():
+            ids_TK, token_id_T = (np.concatenate(column) for column in zip(*pieces, strict=True))
             num_experts = self._routers.experts_of(place[2], ids_TK)
             load_E, unrouted = metrics.count_load(ids_TK, num_experts)
             routed = int((ids_TK >= 0).any(axis=1).sum()) if unrouted else len(ids_TK)
@@ -137,8 +143,23 @@ class _Waiting:
             self._counts.add(Key("first_choices", *place), metrics.count_load(ids_TK[:, 0], num_experts)[0])
             if self._with_pairs:
                 self._counts.add(Key("coactivation", *place), metrics.count_coactivation(ids_TK, num_experts))
+            if with_tokens:
+                self._count_vocabulary(place, ids_TK, token_id_T, num_experts)
         self._ids.clear()
         self._waiting = 0
+
+    def _count_vocabulary(self, place: Place3, ids_TK: np.ndarray, token_id_T: np.ndarray, num_experts: int) -> None:
+        width = self._routers.num_experts.get(place[2], 0) + 1
+        width = width if width > num_experts else _WIDEST
+        total_T1 = np.full((len(ids_TK), 1), width - 1)
+        cells_TC = np.concatenate([ids_TK, total_T1], axis=1)  # C = K + 1
+        there_TC = cells_TC >= 0
+        cells_TC += token_id_T[:, None] * width
+        if token_id_T.min() < 0 or not there_TC.all():
+            there_TC[:, -1] = there_TC[:, :-1].any(axis=1)
+            cells_TC = cells_TC[there_TC & (token_id_T >= 0)[:, None]]
+        if cells_TC.size:
+            self._counts.see(Key("vocabulary", *place, str(width)), cells_TC.ravel())
 
 
 def _count_transitions(choices: Choices, then: Choices, num_experts: int, others: int) -> np.ndarray:
@@ -150,9 +171,8 @@ def _count_transitions(choices: Choices, then: Choices, num_experts: int, others
 
 
 def _count_tokens(
-    counts: Counts, place: Place3, choices: Choices, tokens: Tokens, num_experts: int, width: int
+    counts: Counts, place: Place3, choices: Choices, tokens: Tokens, rows: np.ndarray, num_experts: int
 ) -> None:
-    rows = tokens.of(choices.token_T)
     known = rows >= 0
     rows, ids_TK = rows[known], choices.expert_ids_TK[known]
     routed = (ids_TK >= 0).any(axis=1)
@@ -169,14 +189,6 @@ def _count_tokens(
     if choices.kept_TK is not None:
         drops = metrics.count_drops_by_position(ids_TK, choices.kept_TK[known], position_T)
         counts.add(Key("positions", *place), np.stack(drops, axis=1))
-
-    named = routed & (tokens.token_id_T[rows] >= 0)
-    token_id_T, named_TK = tokens.token_id_T[rows][named], ids_TK[named]
-    if len(token_id_T):
-        key = Key("vocabulary", *place, str(width))
-        cells_TK = token_id_T[:, None] * width + named_TK
-        counts.see(key, cells_TK[named_TK >= 0])
-        counts.see(key, token_id_T * width + width - 1)
 
 
 def _count_domains(

@@ -5,17 +5,16 @@ next router). Two of one key are added cell by cell, the smaller one filled up w
 positions, experts nobody knew of). Counts by token id, of which there may be very many, are kept sparse.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-#: How many keys wait before they are counted; and how wide a span of them is counted cell by cell.
-_PENDING = 1 << 21
+#: So many times as wide as there are cells, a span of them is counted without sorting.
 _DENSE_CELLS = 4
 
-_SCHEMA = pa.schema(
+SCHEMA = pa.schema(
     [
         ("name", pa.string()),
         ("phase", pa.string()),
@@ -42,49 +41,39 @@ class Key(NamedTuple):
 
 
 class Sparse:
-    """How often each of many integers (cells of a large array) was seen."""
+    """How often each of many integers (cells of a large array) was seen.
+
+    Args:
+        cells: ascending; none = nothing seen yet.
+        counts: how often each was seen.
+    """
 
     def __init__(self, cells: np.ndarray | None = None, counts: np.ndarray | None = None) -> None:
-        self._cells = np.empty(0, dtype=np.int64) if cells is None else cells  # ascending
-        self._counts = np.empty(0, dtype=np.int64) if counts is None else counts
-        self._pending: list[np.ndarray] = []
-        self._waiting = 0
+        nothing = np.empty(0, dtype=np.int32)
+        self._cells = nothing if cells is None else _narrow(cells)
+        self._counts = nothing if counts is None else _narrow(counts)
 
     def see(self, cells: np.ndarray) -> None:
-        """Count these, each once."""
-        self._pending.append(cells)
-        self._waiting += len(cells)
-        if self._waiting >= _PENDING:
-            self._settle()
+        """Count these, each once; many at once for speed."""
+        self.add(Sparse(*_counted(cells)))
 
     def add(self, other: "Sparse") -> None:
         """Add what the other has counted."""
         cells, counts = other.items()
-        self._settle()
-        self._merge(cells, counts)
-
-    def items(self) -> tuple[np.ndarray, np.ndarray]:
-        """The cells seen, ascending, and how often, int64."""
-        self._settle()
-        return self._cells, self._counts
-
-    def _settle(self) -> None:
-        if self._pending:
-            seen = np.concatenate(self._pending)
-            self._pending, self._waiting = [], 0
-            self._merge(*_counted(seen))
-
-    def _merge(self, cells: np.ndarray, counts: np.ndarray) -> None:
         if not len(self._cells) or not len(cells):
             self._cells, self._counts = (self._cells, self._counts) if len(self._cells) else (cells, counts)
             return
-        # two sorted runs: a stable sort merges them in one pass
         both = np.concatenate([self._cells, cells])
-        order = np.argsort(both, kind="stable")
-        both = both[order]
-        starts = np.flatnonzero(np.append(True, both[1:] != both[:-1]))
-        self._cells = both[starts]
-        self._counts = np.add.reduceat(np.concatenate([self._counts, counts])[order], starts)
+        order = np.argsort(both, kind="stable")  # two sorted runs: it merges them in one pass
+        both, times = both[order], np.concatenate([self._counts, counts])[order].astype(np.int64)
+        first = np.append(True, both[1:] != both[:-1])
+        second = np.flatnonzero(~first)  # no cell is there a third time
+        times[second - 1] += times[second]
+        self._cells, self._counts = both[first], _narrow(times[first])
+
+    def items(self) -> tuple[np.ndarray, np.ndarray]:
+        """The cells seen, ascending, and how often; int32, or int64 where the largest takes that."""
+        return self._cells, self._counts
 
 
 class Counts:
@@ -111,10 +100,11 @@ class Counts:
         self.sparse.setdefault(key, Sparse()).see(cells)
 
     def merge(self, other: "Counts") -> None:
-        """Add all of another's counts."""
+        """Add all of another's counts, of which it keeps no sparse one: two of all would be much at once."""
         for key, counts in other.arrays.items():
             self.add(key, counts)
-        for key, sparse in other.sparse.items():
+        while other.sparse:
+            key, sparse = other.sparse.popitem()
             self.sparse.setdefault(key, Sparse()).add(sparse)
         self.texts = other.texts | self.texts
 
@@ -125,53 +115,57 @@ class Counts:
 
     def __getstate__(self) -> pa.Table:
         """As it travels between processes: the same as it is stored."""
-        return self.as_table()
+        return pa.Table.from_batches(self.batches())
 
     def __setstate__(self, table: pa.Table) -> None:
         self.__init__()  # type: ignore[misc]
-        self._fill(table)
+        self._fill(table.to_batches())
 
-    def as_table(self) -> pa.Table:
-        """All of it as one Arrow table, to be stored or sent."""
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """All of it in Arrow, to be stored or sent; each sparse count by itself, as they are large."""
         rows = []
         for key, counts in sorted(self.arrays.items()):
             values = "real" if counts.dtype.kind == "f" else "whole"
             rows.append(key._asdict() | {"shape": counts.shape, values: counts.ravel()})
-        for key, sparse in sorted(self.sparse.items()):
-            cells, times = sparse.items()
-            rows.append(key._asdict() | {"cells": cells, "whole": times})
         if self.texts:
             key = Key("texts", "", -1, -1)
             rows.append(key._asdict() | {"cells": list(self.texts), "texts": list(self.texts.values())})
-        return pa.Table.from_pylist(rows, schema=_SCHEMA)
+        yield pa.RecordBatch.from_pylist(rows, schema=SCHEMA)
+        for key, sparse in sorted(self.sparse.items()):
+            row = pa.RecordBatch.from_pylist([key._asdict()], schema=SCHEMA)
+            for name, numbers in zip(("cells", "whole"), sparse.items(), strict=True):
+                one = pa.ListArray.from_arrays([0, len(numbers)], pa.array(numbers, pa.int64()))
+                row = row.set_column(SCHEMA.get_field_index(name), name, one)
+            yield row
 
     @classmethod
-    def from_table(cls, table: pa.Table) -> "Counts":
-        """What `as_table` gave."""
+    def from_batches(cls, batches: Iterable[pa.RecordBatch]) -> "Counts":
+        """What `batches` gave."""
         counts = cls()
-        counts._fill(table)
+        counts._fill(batches)
         return counts
 
-    def _fill(self, table: pa.Table) -> None:
-        lists = {name: table[name].combine_chunks() for name in ("shape", "cells", "whole", "real", "texts")}
-        names = table.select(list(Key._fields)).to_pylist()
-        for row, fields in enumerate(names):
-            key = Key(**fields)
+    def _fill(self, batches: Iterable[pa.RecordBatch]) -> None:
+        for batch in batches:
+            keys = batch.select(list(Key._fields)).to_pylist()
+            for row, fields in enumerate(keys):
+                self._fill_one(Key(**fields), {name: batch[name][row] for name in batch.schema.names[len(fields) :]})
 
-            def values(name: str, row: int = row) -> np.ndarray | None:
-                item = lists[name][row]
-                return item.values.to_numpy(zero_copy_only=False) if item.is_valid else None
+    def _fill_one(self, key: Key, lists: dict[str, pa.ListScalar]) -> None:
+        texts = lists.pop("texts")
+        numbers = {name: item.values.to_numpy(zero_copy_only=False) for name, item in lists.items() if item.is_valid}
+        if "shape" in numbers:
+            self.arrays[key] = numbers["whole" if "whole" in numbers else "real"].reshape(numbers["shape"])
+        elif "whole" in numbers:
+            self.sparse[key] = Sparse(numbers["cells"], numbers["whole"])
+        else:
+            self.texts = dict(zip(numbers["cells"].tolist(), texts.as_py(), strict=True))
 
-            shape, cells, whole = values("shape"), values("cells"), values("whole")
-            if shape is not None:
-                flat = whole if whole is not None else values("real")
-                assert flat is not None
-                self.arrays[key] = flat.reshape(shape)
-            elif whole is not None:
-                self.sparse[key] = Sparse(cells, whole)
-            else:
-                assert cells is not None
-                self.texts = dict(zip(cells.tolist(), lists["texts"][row].as_py(), strict=True))
+
+def _narrow(numbers: np.ndarray) -> np.ndarray:
+    """The same in int32, where they fit: half the memory of what there is most of."""
+    fits = not len(numbers) or numbers.max() <= np.iinfo(np.int32).max
+    return numbers.astype(np.int32, copy=False) if fits else numbers
 
 
 def _counted(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

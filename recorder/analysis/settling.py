@@ -117,14 +117,11 @@ def later(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return rows[np.append(another, True)] if len(rows) else rows
 
 
-def merge_probes(pieces: list[Counts]) -> Counts:
-    """The tasks' results as one."""
-    merged = Counts()
-    for piece in pieces:
-        for key, counts in piece.arrays.items():
-            there = merged.arrays.get(key)
-            merged.arrays[key] = counts if there is None else later(there, counts)
-    return merged
+def merge_probes(total: Counts, piece: Counts) -> None:
+    """Add one task's results to those of others."""
+    for key, counts in piece.arrays.items():
+        there = total.arrays.get(key)
+        total.arrays[key] = counts if there is None else later(there, counts)
 
 
 def rank_and_token(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,18 +4,33 @@
 table's footer tells which parts it was made of, by the plan's digest.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recorder import storage
-from recorder.analysis.counts import Counts
+from recorder.analysis.counts import SCHEMA, Counts
+from recorder.parts import RowGroups
 from recorder.storage import Place, StorageError
 
 FOLDER = "analysis"
 _PARTIALS = "partials"
 _DIGEST = b"routescope.analysis"
+#: How partial results are written: cells ascend, and most counts are small.
+_OF_PARTIALS: Mapping[str, Any] = MappingProxyType(
+    {
+        "compression": "zstd",
+        "use_dictionary": ["name", "phase", "detail"],
+        "column_encoding": {f"{name}.list.element": "DELTA_BINARY_PACKED" for name in ("cells", "whole")},
+    }
+)
+#: The columns by whose ranges row groups are chosen.
+_PLACE = ("phase", "layer", "router")
+#: So many counts of a job are read at once.
+_BATCH_ROWS = 16
 #: So many rows are read to find those of one router.
 _GROUP_ROWS = 1 << 14
 
@@ -40,7 +55,7 @@ class Store:
         """The counts of a job; None where they cannot be read and have to be made again."""
         try:
             with storage.parquet_file(self._partials / f"{name}.parquet") as file:
-                return Counts.from_table(file.read(use_threads=False))
+                return Counts.from_batches(file.iter_batches(_BATCH_ROWS, use_threads=False))
         except StorageError:
             raise
         except (OSError, ValueError, pa.ArrowException):
@@ -50,8 +65,13 @@ class Store:
         """Keep the counts of a job. Raises OSError where that cannot be done."""
         storage.make_folder(self._folder)
         storage.make_folder(self._partials)
-        table = counts.as_table()
-        storage.write(self._partials / f"{name}.parquet", lambda file: pq.write_table(table, file, compression="zstd"))
+
+        def write(file: Any) -> None:
+            with pq.ParquetWriter(file, SCHEMA, **_OF_PARTIALS) as writer:
+                for batch in counts.batches():
+                    writer.write_batch(batch)
+
+        storage.write(self._partials / f"{name}.parquet", write)
 
     def write_tables(self, tables: Mapping[str, pa.Table], digest: str, jobs: Iterable[str]) -> None:
         """Keep the tables, and of the partial results only those of these jobs.
@@ -73,13 +93,29 @@ class Store:
         """When the first of the tables that are there was written, in nanoseconds; None where there are none."""
         return min((stored.mtime_ns for stored in storage.files(self._folder, ".parquet").values()), default=None)
 
-    def read_table(self, name: str, digest: str) -> pa.Table | None:
-        """One of the tables; None where it is not there or was made of other parts."""
+    def read_table(
+        self,
+        name: str,
+        digest: str,
+        equals: Mapping[str, Any] = MappingProxyType({}),
+        columns: Sequence[str] | None = None,
+    ) -> pa.Table | None:
+        """One of the tables; None where it is not there or was made of other parts.
+
+        Args:
+            name: of the table.
+            digest: of the plan that it must be of.
+            equals: only row groups that may hold rows with these values.
+            columns: None = all.
+        """
         try:
             with storage.parquet_file(self._folder / f"{name}.parquet") as file:
                 if (file.metadata.metadata or {}).get(_DIGEST) != digest.encode():
                     return None
-                return file.read(use_threads=False).replace_schema_metadata(None)
+                place = {column: equals[column] for column in _PLACE if column in equals}
+                groups = RowGroups(file.metadata).select(**place)
+                rows = file.read_row_groups(groups, columns, use_threads=False)
+                return rows.replace_schema_metadata(None)
         except StorageError:
             raise
         except (OSError, ValueError, pa.ArrowException):

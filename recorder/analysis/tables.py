@@ -52,6 +52,8 @@ SCHEMAS = MappingProxyType(
 )
 #: Names of the tables.
 TABLES = tuple(SCHEMAS)
+#: Those with a row for each token: as large as all the others are small.
+BY_TOKEN = frozenset({"vocabulary", "fluctuation"})
 
 Rows = Iterator[dict[str, Any]]
 
@@ -166,8 +168,8 @@ def _place(key: Key) -> dict[str, Any]:
     return {"phase": key.phase, "layer": key.layer, "router": key.router}
 
 
-def _repeated(key: Key, times: int) -> dict[str, Any]:
-    return {name: [value] * times for name, value in _place(key).items()}
+def _repeated(key: Key, times: int) -> dict[str, pa.Array]:
+    return {name: pa.repeat(value, times) for name, value in _place(key).items()}
 
 
 _BUILD: dict[str, Callable[[Counts, pa.Schema], pa.Table]] = {

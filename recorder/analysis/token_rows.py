@@ -60,6 +60,12 @@ class Tokens:
         places = np.minimum(np.searchsorted(self.token_T, token_T), len(self.token_T) - 1)
         return np.where(self.token_T[places] == token_T, places, -1)
 
+    def token_ids(self, rows: np.ndarray) -> np.ndarray:
+        """Token ids of these rows, (T,), -1 for none and where the row is -1; no copy where all are asked for."""
+        if np.array_equal(rows, np.arange(len(self.token_id_T))):
+            return self.token_id_T
+        return np.where(rows >= 0, self.token_id_T[rows], _NO_ID)
+
 
 class TokenRows:
     """Looks tokens up in part files, a few row groups of which are kept: moments come in the order of the rows.
