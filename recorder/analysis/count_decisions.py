@@ -61,7 +61,7 @@ class DecisionTask:
     @property
     def parts(self) -> tuple[PartFile, ...]:
         """The parts it reads of."""
-        return tuple(part for part, _, _ in self.stretch)
+        return tuple(part for part, _, _ in self.stretch.pieces)
 
     def count(self) -> Counts:
         """Read the stretch once and count.

@@ -7,15 +7,16 @@ is younger: our writers never change a part, but somebody may put another one in
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from recorder.analysis.count_decisions import MOMENT_TABLES, DecisionTask, RouterMap
 from recorder.analysis.count_stats import StatsTask
-from recorder.analysis.scan import Piece, Stretch
+from recorder.analysis.scan import Stretch
 from recorder.analysis.settling import PHASE, ProbeTask
 from recorder.analysis.tables import TABLES
 from recorder.parts import Footer, PartFile, part_rank
@@ -141,27 +142,40 @@ def _closed(live: Live) -> list[tuple[Live, _Range]]:
 
 
 def _stretches(parts: Live, *, by_moment: bool) -> list[Stretch]:
-    """About one for each of these parts, so that workers share the work.
+    """About one for each of these parts, so that workers share the work and no result is large.
 
-    by_moment: cut only where a new step begins with a row group.
+    by_moment: cut only between two steps.
     """
     if not by_moment:
-        return [((part, 0, footer.groups.count),) for part, footer in parts]
-    stretches: list[list[Piece]] = [[]]
-    latest: tuple[int, int] | None = None
-    for part, footer in parts:
-        groups = footer.groups
-        low, high = (zip(at["segment"].tolist(), at["step"].tolist(), strict=True) for at in (groups.low, groups.high))
-        first = 0
-        for group, (begin, end) in enumerate(zip(low, high, strict=True)):
-            if first == 0 and stretches[-1] and latest is not None and begin > latest:
-                if group:
-                    stretches[-1].append((part, 0, group))
-                stretches.append([])
-                first = group
-            latest = end if latest is None else max(latest, end)
-        stretches[-1].append((part, first, groups.count))
-    return [tuple(stretch) for stretch in stretches]
+        return [Stretch(((part, 0, footer.groups.count),)) for part, footer in parts]
+    groups = [(part, number, *ends) for part, footer in parts for number, ends in enumerate(_moments(footer))]
+    part_of, numbers, low, high = zip(*groups, strict=True)
+    until_here = list(accumulate(high, max))
+    from_here = list(accumulate(reversed(low), min))[::-1]
+    cuts: dict[PartFile, int] = {}
+    for place in range(1, len(groups)):
+        last_step = place + 1 == len(groups) or high[place] <= from_here[place + 1]
+        if part_of[place] != part_of[0] and until_here[place - 1] < high[place] and last_step:
+            cuts.setdefault(part_of[place], place)
+    stretches = []
+    for first, following in pairwise([0, *cuts.values(), len(groups)]):
+        end, until = following, None
+        if following < len(groups):
+            until = high[following]
+            end += low[following] < until  # a step before ends in that row group
+        pieces = []
+        for part, places in groupby(range(first, end), key=part_of.__getitem__):
+            within = [numbers[place] for place in places]
+            pieces.append((part, within[0], within[-1] + 1))
+        stretches.append(Stretch(tuple(pieces), since=high[first] if first else None, until=until))
+    return stretches
+
+
+def _moments(footer: Footer) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """First and last (segment, step) of each row group."""
+    groups = footer.groups
+    ends = (zip(at["segment"].tolist(), at["step"].tolist(), strict=True) for at in (groups.low, groups.high))
+    return zip(*ends, strict=True)
 
 
 def _range(footer: Footer) -> _Range:

@@ -23,10 +23,25 @@ _BATCH_ROWS = 1 << 17
 #: Of `decisions`: all but the weights. Whoever needs neither the order of the tokens nor what was dropped reads less.
 COLUMNS = ["step", "phase", "layer", "router", "token", "experts", "kept", "rank", "segment"]
 IDS_ONLY = [name for name in COLUMNS if name not in ("token", "kept")]
-#: A part and its row groups from a first one to before a last one; and several, one after the other.
+#: A part and its row groups from a first one to before a last one.
 Piece = tuple[PartFile, int, int]
-Stretch = tuple[Piece, ...]
 _KEYS = ("segment", "step", "phase", "router", "rank")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Row groups, one after the other, and of the (segment, step) in them those from `since` to before `until`.
+
+    None = no bound. A row group in which a step ends and another begins may be of two stretches.
+    """
+
+    pieces: tuple[Piece, ...]
+    since: tuple[int, int] | None = None
+    until: tuple[int, int] | None = None
+
+    def holds(self, moment: tuple[int, int]) -> bool:
+        """Whether it is one of these (segment, step)."""
+        return (self.since is None or self.since <= moment) and (self.until is None or moment < self.until)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +94,11 @@ def moments(
         OSError, ValueError, pa.ArrowException: a part cannot be read.
     """
     gathered: _Gathered | None = None
-    for part, first, stop in stretch:
+    for part, first, stop in stretch.pieces:
         for batch in _batches(folder / part.name, part, range(first, stop), columns):
             for key, place, piece in _pieces(batch, routers):
+                if not stretch.holds(key[:2]):
+                    continue
                 if gathered is None or gathered.key != key:
                     if gathered is not None:
                         yield gathered.moment()

@@ -276,7 +276,8 @@ class TestManyWriters:
         writer.flush()
         run = Run(path)
         assert len(list((path / "decisions").iterdir())) == 3
-        assert len(plan_analysis(run).jobs) == 1, "read as one"
+        (job,) = plan_analysis(run).jobs
+        assert len(job.tasks) == 3, "read as one, by three"
         assert answers_of(analyse(run, keep=False)) == slow_answers(run)
 
     def test_a_run_without_tokens_and_without_decisions(self, tmp_path):
