@@ -173,22 +173,26 @@ def _count_transitions(choices: Choices, then: Choices, num_experts: int, others
 def _count_tokens(
     counts: Counts, place: Place3, choices: Choices, tokens: Tokens, rows: np.ndarray, num_experts: int
 ) -> None:
+    ids_TK, kept_TK = choices.expert_ids_TK, choices.kept_TK
     known = rows >= 0
-    rows, ids_TK = rows[known], choices.expert_ids_TK[known]
+    if not known.all():
+        rows, ids_TK = rows[known], ids_TK[known]
+        kept_TK = None if kept_TK is None else kept_TK[known]
     routed = (ids_TK >= 0).any(axis=1)
     sequence_T, position_T = tokens.sequence_T[rows], tokens.position_T[rows]
 
     _count_domains(counts, place, tokens, rows[routed], ids_TK[routed], num_experts)
 
-    order = np.arange(len(rows))
+    if kept_TK is not None:
+        drops = metrics.count_drops_by_position(ids_TK, kept_TK, position_T)
+        counts.add(Key("positions", *place), np.stack(drops, axis=1))
+
+    firsts_T = ids_TK[:, 0]
     if (sequence_T[1:] < sequence_T[:-1]).any() or (np.diff(position_T)[sequence_T[1:] == sequence_T[:-1]] < 0).any():
         order = np.lexsort([position_T, sequence_T])
-    repeats = metrics.count_repeats(ids_TK[order, 0], sequence_T[order], position_T[order])
+        firsts_T, sequence_T, position_T = firsts_T[order], sequence_T[order], position_T[order]
+    repeats = metrics.count_repeats(firsts_T, sequence_T, position_T)
     counts.add(Key("repeats", *place), np.array(repeats, dtype=np.int64))
-
-    if choices.kept_TK is not None:
-        drops = metrics.count_drops_by_position(ids_TK, choices.kept_TK[known], position_T)
-        counts.add(Key("positions", *place), np.stack(drops, axis=1))
 
 
 def _count_domains(
