@@ -29,6 +29,8 @@ from recorder.storage import StorageError
 _AHEAD = 2
 #: For executors that do not tell how many workers they have (a cluster's): enough for it to be busy.
 _MANY_WORKERS = 64
+#: More of our own would each hold memory and wait for each other: numpy counts under Python's lock.
+_MOST_THREADS = 4
 #: So often a part may be replaced by a compaction while the run is read.
 _ATTEMPTS = 10
 
@@ -297,7 +299,11 @@ class _threads:  # noqa: N801 (a context, not a thing)
     """The executor that was given, left open; or threads of our own for the time being."""
 
     def __init__(self, executor: Executor | None) -> None:
-        self._own = None if executor else ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="analysis")
+        self._own = (
+            None
+            if executor
+            else ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS), thread_name_prefix="analysis")
+        )
         self._executor = executor or self._own
 
     def __enter__(self) -> Executor:
