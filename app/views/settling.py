@@ -13,6 +13,7 @@ from app import charts, data, glossary, layer_keys, navigation, settling, state
 from app.figures.count_bars import count_bars
 from app.figures.curves import metric_curves
 from app.figures.inputs import Curve, ReferenceLine
+from app.fragments import fragment
 from app.text import plain
 from app.views import empty
 from app.words import count, percent, value
@@ -53,6 +54,10 @@ def render() -> None:
             "Look for where saturation levels off, and for churn that stays up: there the balancer or the learning "
             "rate still moves tokens about."
         )
+    fragment(_of_one_layer)(run, saturation, churn)
+
+
+def _of_one_layer(run: Run, saturation: dict[int, pd.Series], churn: dict[int, pd.Series]) -> None:
     layer = state.pick_layer(run, list(saturation))
     _curves(run, saturation, churn, layer)
     _movers(run, layer, saturation[layer].index.to_numpy(np.int64))
