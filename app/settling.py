@@ -117,6 +117,6 @@ def last_movers(
 
 
 def _first_choices(decisions: pd.DataFrame) -> dict[tuple[int, int], int]:
-    keys = zip(decisions["rank"].tolist(), decisions["token"].tolist(), strict=True)
+    keys = zip(*(decisions[name].to_numpy(np.int64).tolist() for name in ("rank", "token")), strict=True)
     firsts = pc.list_element(pa.array(decisions["experts"], from_pandas=True), 0).to_pylist()
     return {key: expert for key, expert in zip(keys, firsts, strict=True) if expert >= 0}

@@ -97,6 +97,11 @@ def _flat(lists: pd.Series) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return pc.list_parent_indices(array).to_numpy(), pc.list_flatten(array).to_numpy()
 
 
+def _pairs(rows: pd.DataFrame, *names: str) -> list[tuple[int | None, ...]]:
+    """Two columns of whole numbers, row by row."""
+    return list(zip(*(pa.array(rows[name], from_pandas=True).to_pylist() for name in names), strict=True))
+
+
 def experts_of(row: pd.Series) -> pd.DataFrame:
     """Where the occurrences of one token id went, most first: expert, occurrences, share (%). row: of a vocabulary."""
     frame = pd.DataFrame({"expert": list(row["experts"]), "occurrences": list(row["counts"])}).astype("int64")
@@ -115,12 +120,12 @@ def examples(decisions: pd.DataFrame, tokens: pd.DataFrame, expert: int, most: i
     ordered = tokens.sort_values(["rank", "sequence", "position"])
     choices, experts = _flat(decisions["experts"])
     takes = decisions.iloc[np.unique(choices[experts == expert])]
-    chosen = set(zip(takes["rank"].tolist(), takes["token"].tolist(), strict=True))
-    keys = list(zip(ordered["rank"].tolist(), ordered["token"].tolist(), strict=True))
+    chosen = set(_pairs(takes, "rank", "token"))
+    keys = _pairs(ordered, "rank", "token")
     places = [place for place, key in enumerate(keys) if key in chosen]
     every = max(1, -(-len(places) // most))
-    texts = ["" if text is None or text is pd.NA else str(text) for text in ordered["text"]]
-    sequences = list(zip(ordered["rank"], ordered["sequence"], strict=True))
+    texts = [text or "" for text in pa.array(ordered["text"], from_pandas=True).to_pylist()]
+    sequences = _pairs(ordered, "rank", "sequence")
     rows = []
     for place in places[::every]:
         near = [n for n in range(max(place - _CONTEXT, 0), place + _CONTEXT + 1) if n < len(texts)]

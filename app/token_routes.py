@@ -230,4 +230,5 @@ def _matrix(column: pd.Series, *, fill: float, width: int | None = None) -> np.n
 
 
 def _optional(column: pd.Series) -> list[Any]:
-    return [None if pd.isna(value) else value for value in column]
+    """The values of a column as Python's, None where there is none."""
+    return pa.array(column, from_pandas=True).to_pylist()

@@ -1,6 +1,6 @@
 """The parts of one table as a reader sees them: which count, which are bad, and their rows as one Arrow table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ from recorder.storage import Place, StorageError
 _DEFAULTS = {"phase": "train", "rank": 0, "segment": 0}
 _ATTEMPTS = 100
 _THREADS_FROM_BYTES = 1 << 20
+_LATEST_BYTES = 16 << 20  # so much of what was read last is kept
 #: Such a failure to read tells nothing about the part: it has gone, or the object store cannot be reached.
 _NOT_THE_PARTS_FAULT = (FileNotFoundError, StorageError)
 
@@ -52,6 +53,7 @@ class TableReader:
         self._live: list[PartFile] | None = None
         self._schema = unify_schema(table, [])
         self._whole: pa.Table | None = None
+        self._latest: tuple[Hashable, list[pa.Table]] = (None, [])  # row groups read last, and which
         self._joined: tuple[list[PartFile], pa.Table] = ([], self._schema.empty_table())
         self.relist()
 
@@ -213,12 +215,19 @@ class TableReader:
         filtered = phase is not None or any(value is not None for value in equals.values())
         live = self.live()
         schema = only(self._schema, columns)
-        wanted: list[tuple[PartFile, list[int] | None]] = []
+        wanted: list[tuple[PartFile, tuple[int, ...] | None]] = []
         for file, footer in live:
-            groups = footer.groups.select(phase=phase, **equals) if filtered else None
+            groups = tuple(footer.groups.select(phase=phase, **equals)) if filtered else None
             if groups is None or groups:
                 wanted.append((file, groups))
-        pieces = storage.each(self.folder, lambda part: self._read(*part, columns), wanted)
+        place = (tuple(wanted), None if columns is None else tuple(columns))
+        if place != self._latest[0]:
+            self._latest = (None, [])
+            pieces = storage.each(self.folder, lambda part: self._read(*part, columns), wanted)
+            if filtered and sum(piece.nbytes for piece in pieces) <= _LATEST_BYTES:
+                self._latest = (place, pieces)
+        else:  # of the same row groups another layer is wanted
+            pieces = self._latest[1]
         rows = fill_defaults(pa.concat_tables([schema.empty_table(), *(conform(piece, schema) for piece in pieces)]))
         mask: Any = None
         for name, value in {"phase": phase, **equals}.items():
@@ -227,7 +236,9 @@ class TableReader:
                 mask = test if mask is None else pc.and_(mask, test)
         return rows if mask is None else rows.filter(mask)
 
-    def _read(self, file: PartFile, groups: list[int] | None, columns: list[str] | None, **options: Any) -> pa.Table:
+    def _read(
+        self, file: PartFile, groups: Sequence[int] | None, columns: list[str] | None, **options: Any
+    ) -> pa.Table:
         """Rows of one part; `groups` None = all. options: of `storage.parquet_file`."""
         try:
             footer = self._footers[file]

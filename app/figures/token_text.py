@@ -155,13 +155,21 @@ def token_html(
             colours[expert] = spare.pop(0) if spare else p.block
         colours = {e: c for e, c in colours.items() if e in chosen}
 
+    weights_TK = np.asarray(rows.weights_TK)[:count]
+    kept_TK = np.ones(experts_TK.shape, bool) if rows.kept_TK is None else np.asarray(rows.kept_TK)[:count]
+    choices = [
+        [choice for choice in zip(*of_token, strict=True) if choice[0] >= 0]
+        for of_token in zip(experts_TK.tolist(), weights_TK.tolist(), kept_TK.tolist(), strict=True)
+    ]
     framed = set() if found_T is None else set(np.flatnonzero(np.asarray(found_T)[:count]).tolist())
     blocks: list[str] = []
     for sequence in dict.fromkeys(np.asarray(rows.sequence_T)[:count].tolist()):
         members = np.flatnonzero(np.asarray(rows.sequence_T)[:count] == sequence)
         domain = rows.domain(int(members[0]))
         heading = f"{html.escape(domain)} · " if domain else ""
-        tokens = "".join(_token(rows, int(i), colours, chosen, theme, numbers, int(i) in framed) for i in members)
+        tokens = "".join(
+            _token(rows, i, choices[i], colours, chosen, theme, numbers, i in framed) for i in members.tolist()
+        )
         blocks.append(
             f'<div class="rs-seq"><div class="rs-head">{heading}sequence {sequence}</div>'
             f'<div class="rs-text">{tokens}</div></div>'
@@ -177,47 +185,42 @@ def token_html(
 def _token(
     rows: TokenRows,
     index: int,
+    choices: Sequence[tuple[int, float, bool]],
     colours: Mapping[int, str],
     chosen: set[int] | None,
     theme: Theme,
     numbers: int,
     framed: bool,
 ) -> str:
-    slots = [(k, e) for k, e in enumerate(np.asarray(rows.experts_TK)[index].tolist()) if e >= 0]
-    if chosen is None:
-        owner = slots[0][1] if slots else None
-    else:
-        owner = next((e for _, e in slots if e in chosen), None)
+    """One token. choices: its experts with their weights, best first, and whether each was kept."""
+    owner = next((expert for expert, *_ in choices if chosen is None or expert in chosen), None)
     colour = colours.get(owner) if owner is not None else None
     style = f' style="background:{token_ground(colour, theme)};color:{INK}"' if colour else ""
-    classes = ("rs-t" if slots else "rs-t rs-none") + (" rs-found" if framed else "")
-    label = ",".join(str(e) if rows.kept(index, k) else f"<s>{e}</s>" for k, e in (slots[:numbers] if slots else []))
-    if len(slots) > numbers > 0:
+    classes = ("rs-t" if choices else "rs-t rs-none") + (" rs-found" if framed else "")
+    label = ",".join(str(expert) if kept else f"<s>{expert}</s>" for expert, _, kept in choices[:numbers])
+    if len(choices) > numbers > 0:
         label += "…"
-    if not slots:
+    if not choices:
         label = "–"
-    small = f"<sub>{label}</sub>" if numbers > 0 or not slots else ""
-    used = " ".join(str(e) for _, e in slots)
-    tip = html.escape(_tip(rows, index), quote=True).replace("\n", "&#10;")
-    text = html.escape(rows.visible(index))
+    small = f"<sub>{label}</sub>" if numbers > 0 or not choices else ""
+    used = " ".join(str(expert) for expert, *_ in choices)
+    shown = rows.visible(index)
+    tip = html.escape(_tip(rows, index, shown, choices), quote=True).replace("\n", "&#10;")
+    text = html.escape(shown)
     return f'<span class="{classes}" data-e="{used}" title="{tip}"{style}>{text}{small}</span>'
 
 
-def _tip(rows: TokenRows, index: int) -> str:
+def _tip(rows: TokenRows, index: int, shown: str, choices: Sequence[tuple[int, float, bool]]) -> str:
     lines = [
-        f"token “{rows.visible(index)}”",
+        f"token “{shown}”",
         f"sequence {int(rows.sequence_T[index])}, position {int(rows.position_T[index])}",
     ]
     domain = rows.domain(index)
     if domain:
         lines.append(f"domain {visible_text(domain)}")
-    found = len(lines)
-    choices = zip(np.asarray(rows.experts_TK)[index].tolist(), rows.weights_TK[index].tolist(), strict=True)
-    for k, (expert, weight) in enumerate(choices):
-        if expert >= 0:
-            dropped = "" if rows.kept(index, k) else ", dropped by capacity"
-            lines.append(f"expert {expert}: weight {weight:.4f}{dropped}")
-    if len(lines) == found:
+    for expert, weight, kept in choices:
+        lines.append(f"expert {expert}: weight {weight:.4f}{'' if kept else ', dropped by capacity'}")
+    if not choices:
         lines.append("no route: this token reached no expert")
     return "\n".join(lines)
 

@@ -5,6 +5,7 @@ Shapes: D domains, E experts.
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import streamlit as st
 
 from app import charts, data, glossary, layer_keys, navigation, specialisation, state
@@ -121,11 +122,12 @@ def _tokens_of_expert(
 def _experts_of_token(layer: layer_keys.Label, vocabulary: pd.DataFrame) -> None:
     st.subheader("Where a token goes", anchor=False)
     frequent = vocabulary.sort_values(["occurrences", "token_id"], ascending=[False, True]).head(MAX_TOKENS)
-    ids = frequent["token_id"].astype(str).tolist()
+    columns = (pa.array(frequent[name]).to_pylist() for name in ("token_id", "text", "occurrences"))
     names = {
-        token_id: f"{'' if text is None or text is pd.NA else repr(str(text))} (id {token_id}, {times:,} times)"
-        for token_id, text, times in zip(ids, frequent["text"], frequent["occurrences"].tolist(), strict=True)
+        str(token_id): f"{'' if text is None else repr(text)} (id {token_id}, {times:,} times)"
+        for token_id, text, times in zip(*columns, strict=True)
     }
+    ids = list(names)
     token = state.pick_option("token", "Token", ids, format_func=names.__getitem__, as_list=True)
     row = frequent.iloc[ids.index(token)]
     frame = specialisation.experts_of(row)

@@ -160,3 +160,23 @@ def test_nan_is_never_compared_in_a_file_filter(tmp_path):
     assert with_statistics == {"step", "phase", "rank", "segment"}
     loss = Run(tmp_path / "run").steps()["loss"].to_numpy()
     assert (loss > 0.5).sum() == 5
+
+
+def test_another_layer_of_a_step_is_not_read_again_but_another_part_is(tmp_path, monkeypatch):
+    path = bare_run(tmp_path / "run")
+
+    def add(experts):
+        rows = {"step": [0, 0], "phase": ["train"] * 2, "layer": [1, 3], "router": [0, 1], "token": [0, 0]}
+        columns = rows | {"experts": pa.array(experts, pa.list_(pa.int8()))}
+        add_part(path, "decisions", "part-r00000-000000.parquet", columns)
+
+    add([[5], [6]])
+    run = Run(path)
+    assert run.decisions(0, 1)["experts"].to_list() == [[5]]
+    with monkeypatch.context() as patch:
+        patch.setattr("pyarrow.parquet.ParquetFile.read_row_groups", lambda *_, **__: pytest.fail("read again"))
+        assert run.decisions(0, 3)["experts"].to_list() == [[6]]
+    add([[7], [8]])
+    os.utime(path / "decisions" / "part-r00000-000000.parquet", (1, 1))
+    assert run.refresh()
+    assert run.decisions(0, 3)["experts"].to_list() == [[8]]
