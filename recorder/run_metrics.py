@@ -290,7 +290,7 @@ class RunMetrics:
         """A table's rows of one router; `there`: it must have some."""
         _check(phase)
         rows = self.analysis().frame(table, phase=phase, layer=layer, router=router)
-        routers = sorted(set(rows["router"].tolist()))
+        routers = sorted(rows["router"].unique().tolist())
         if len(routers) > 1:
             raise ValueError(f"layer {layer} has routers {routers}: name one")
         known = {int(item["index"]) for item in self._run.moe_layers if item.get("index") is not None}

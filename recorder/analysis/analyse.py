@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pandas as pd
@@ -80,9 +81,9 @@ class Analysis:
             rows = self._load(name, wanted, None)
         elif rows is None:
             rows = self._loaded[name] = self._load(name, {}, None)
-        for column, value in wanted.items():
-            rows = rows.filter(pc.equal(rows[column], value))
-        return rows
+        tests = [pc.equal(rows[column], value) for column, value in wanted.items()]
+        mask = reduce(pc.and_, tests) if tests else None
+        return rows if mask is None or pc.all(mask, skip_nulls=False).as_py() else rows.filter(mask)
 
     def num_rows(self, name: str) -> int:
         """How many rows a table has, which need not be read for that."""

@@ -5,14 +5,17 @@ table's footer tells which parts it was made of, by the plan's digest.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recorder import storage
 from recorder.analysis.counts import SCHEMA, Counts
+from recorder.analysis.tables import BY_TOKEN
 from recorder.parts import RowGroups
 from recorder.storage import Place, StorageError
 
@@ -27,11 +30,11 @@ _OF_PARTIALS: Mapping[str, Any] = MappingProxyType(
         "column_encoding": {f"{name}.list.element": "DELTA_BINARY_PACKED" for name in ("cells", "whole")},
     }
 )
-#: The columns by whose ranges row groups are chosen.
+#: The columns by whose ranges row groups are chosen; of large tables each router has its own.
 _PLACE = ("phase", "layer", "router")
 #: So many counts of a job are read at once.
 _BATCH_ROWS = 16
-#: So many rows are read to find those of one router.
+#: At most so many rows are read at once.
 _GROUP_ROWS = 1 << 14
 
 
@@ -83,8 +86,10 @@ class Store:
         for name, table in tables.items():
             marked = table.replace_schema_metadata({_DIGEST: digest.encode()})
 
-            def write(file: object, marked: pa.Table = marked) -> None:
-                pq.write_table(marked, file, compression="zstd", row_group_size=_GROUP_ROWS)
+            def write(file: Any, name: str = name, marked: pa.Table = marked) -> None:
+                with pq.ParquetWriter(file, marked.schema, compression="zstd") as writer:
+                    for rows in _by_router(marked) if name in BY_TOKEN else [marked]:
+                        writer.write_table(rows, row_group_size=_GROUP_ROWS)
 
             storage.write(self._folder / f"{name}.parquet", write)
         storage.remove(self._partials, [f"{name}.parquet" for name in self.partials().keys() - set(jobs)])
@@ -120,3 +125,11 @@ class Store:
             raise
         except (OSError, ValueError, pa.ArrowException):
             return None
+
+
+def _by_router(table: pa.Table) -> list[pa.Table]:
+    """The rows of each router in each phase, which stand together."""
+    places = [table[name].combine_chunks().dictionary_encode().indices.to_numpy() for name in _PLACE]
+    changes = np.any([place[1:] != place[:-1] for place in places], axis=0)
+    ends = [0, *(np.flatnonzero(changes) + 1).tolist(), table.num_rows]
+    return [table.slice(start, stop - start) for start, stop in pairwise(ends)]
