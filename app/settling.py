@@ -5,16 +5,15 @@ Shapes: P probes, T tokens of the probe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from app.words import count, listed, percent
 
 SETTLED = 0.8  # share of the final choices from which on a layer counts as settled
+_EXPERTS = {"expert_there": "expert there", "final_expert": "final expert"}  # a column, and what a table calls it
 _NAMED = 3  # layers named one by one in a title
 
 
@@ -80,43 +79,23 @@ def moves_table(fluctuation: pd.DataFrame, probes_P: np.ndarray) -> pd.DataFrame
     return frame
 
 
-def last_movers(
-    fluctuation: pd.DataFrame,
-    tokens: pd.DataFrame,
-    decisions: Callable[[int], pd.DataFrame],
-    last_probe: int,
-    most: int,
-) -> pd.DataFrame:
+def last_movers(fluctuation: pd.DataFrame, tokens: pd.DataFrame, most: int) -> pd.DataFrame:
     """The tokens whose first choice became final last, latest first; at most `most`.
 
     Columns: last other choice at (step), token, expert there, final expert; text, domain, sequence, position where
     recorded.
 
-    decisions  those of a probe, by its step; asked for those that the tokens listed moved at
+    fluctuation  of `Run.last_fluctuation`
     """
     moved = fluctuation[fluctuation["last_fluctuation"].notna()]
     moved = moved.sort_values(["last_fluctuation", "rank", "token"], ascending=[False, True, True]).head(most)
-    places = list(zip(moved["rank"], moved["token"], strict=True))
-    steps = moved["last_fluctuation"].astype("int64").tolist()
-    firsts = {step: _first_choices(decisions(step)) for step in dict.fromkeys(steps)}
-    final_first = _first_choices(decisions(last_probe)) if steps else {}
-    frame = pd.DataFrame(
-        {"last other choice at": steps, "rank": moved["rank"].tolist(), "token": moved["token"].tolist()}
+    moved = moved.rename(columns={"last_fluctuation": "last other choice at"} | _EXPERTS).reset_index(drop=True)
+    frame = moved[["last other choice at", "rank", "token", *_EXPERTS.values()]].astype(
+        dict.fromkeys(("last other choice at", "rank", "token"), "int64") | dict.fromkeys(_EXPERTS.values(), "Int64")
     )
-    frame["expert there"] = [firsts[step].get(place) for step, place in zip(steps, places, strict=True)]
-    frame["final expert"] = [final_first.get(place) for place in places]
-    frame[["expert there", "final expert"]] = frame[["expert there", "final expert"]].astype("Int64")
     if len(tokens):
         about = tokens[["rank", "token", "text", "domain", "sequence", "position"]].copy()
-        frame = frame.astype({"rank": "int64", "token": "int64"}).merge(
-            about.astype({"rank": "int64", "token": "int64"}), on=["rank", "token"], how="left"
-        )
+        frame = frame.merge(about.astype({"rank": "int64", "token": "int64"}), on=["rank", "token"], how="left")
     if (frame["rank"] == 0).all():
         frame = frame.drop(columns="rank")
     return frame
-
-
-def _first_choices(decisions: pd.DataFrame) -> dict[tuple[int, int], int]:
-    keys = zip(*(decisions[name].to_numpy(np.int64).tolist() for name in ("rank", "token")), strict=True)
-    firsts = pc.list_element(pa.array(decisions["experts"], from_pandas=True), 0).to_pylist()
-    return {key: expert for key, expert in zip(keys, firsts, strict=True) if expert >= 0}

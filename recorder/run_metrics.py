@@ -239,14 +239,14 @@ class RunMetrics:
         """For each token of the probe, the last probe at which its first choice was not its final one.
 
         Returns:
-            rank, token, last_fluctuation (a step; null = the final choice at every probe). Tokens without a final
-            choice are left out.
+            rank, token, last_fluctuation (a step; null = the final choice at every probe), expert_there (its first
+            choice at that probe; null = none) and final_expert. Tokens without a final choice are left out.
 
         Raises:
             ValueError: an unknown layer, or several routers and none named.
         """
         rows = self._rows("fluctuation", layer, "probe", router, there=False)
-        return rows[["rank", "token", "last_fluctuation"]]
+        return rows[["rank", "token", "last_fluctuation", "expert_there", "final_expert"]]
 
     def _settling(self, name: str, layer: int | None, router: int | None) -> pd.Series | pd.DataFrame:
         if layer is not None:

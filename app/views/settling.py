@@ -3,8 +3,6 @@
 Shapes: P probes, T tokens of the probe.
 """
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 import streamlit as st
@@ -19,7 +17,7 @@ from app.views import empty
 from app.words import count, percent, value
 from recorder.reader import Run
 
-MOVERS, MAX_MOVERS = 200, 2000  # tokens listed, and in the table of all of them
+MAX_MOVERS = 2000
 MAX_CURVES = 7  # more layers, and all but the chosen one are drawn faintly
 _SATURATION = "saturation: choices shared with the last probe"
 _CHURN = "churn: choices changed since the probe before"
@@ -152,28 +150,16 @@ def _movers(run: Run, layer: int, probes_P: np.ndarray) -> None:
         numbers=lambda: moves,
     )
     last = int(probes_P[-1])
-    movers = partial(
-        settling.last_movers,
-        fluctuation,
-        data.tokens(run, last, "probe"),
-        lambda step: data.decisions(run, step, layer, "probe"),
-        last,
-    )
-    latest = movers(most=MOVERS)  # of few probes: all take a look into each
-    if not len(latest):
+    movers = settling.last_movers(fluctuation, data.tokens(run, last, "probe"), most=MAX_MOVERS)
+    if not len(movers):
         st.caption("Every token chose its final expert first at every probe.")
         return
     total = int(fluctuation["last_fluctuation"].notna().sum())
-    st.caption(f"{_listed(total, MOVERS)}, latest first.")
-    charts.table(latest, key="movers")
-    if total > MOVERS:
-        charts.table_to_open(lambda: movers(most=MAX_MOVERS), key="all_movers", label=_listed(total, MAX_MOVERS))
+    shown = f"The last {MAX_MOVERS:,} of {total:,} that moved" if total > MAX_MOVERS else f"All {total:,} that moved"
+    st.caption(f"{shown}, latest first.")
+    charts.table(movers, key="movers")
     if st.button("See the last probe's tokens", key="settling_tokens", icon=":material/text_fields:"):
         navigation.go("tokens", layer=layer, phase="probe", step=last)
-
-
-def _listed(total: int, most: int) -> str:
-    return f"The last {most:,} of {total:,} that moved" if total > most else f"All {total:,} that moved"
 
 
 def _named(run: Run, by_key: dict[int, pd.Series]) -> dict[layer_keys.Label, pd.Series]:

@@ -23,7 +23,7 @@ from recorder.parts import Footer, PartFile, part_rank
 from recorder.reader import Run
 
 #: Raised whenever a count changes its meaning, so that stored ones are made anew.
-VERSION = 1
+VERSION = 2
 _PROBE_TASKS = 8
 #: Which tables come of which kind of task; the rest, `stats`, of the statistics.
 PROBE_TABLES = frozenset({"settling", "fluctuation"})

@@ -104,13 +104,16 @@ def _compare(
     first = final_TK[:, 0] >= 0
     last = np.where(now_TK[:, 0] != final_TK[:, 0], step, _NEVER)
     key = Key("fluctuation", PHASE, *place)
-    latest = np.stack([token_T, last], axis=1)[first]
+    latest = np.stack([token_T, last, now_TK[:, 0], final_TK[:, 0]], axis=1)[first]
     there = counts.arrays.get(key)
     counts.arrays[key] = latest if there is None else later(there, latest)
 
 
 def later(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Last fluctuations (T, 2: token, step or -1) of two sets of probes as that of all of them."""
+    """Last fluctuations of two sets of probes as that of all of them.
+
+    (T, 4): token, step or -1, the token's first choice there, and its final one.
+    """
     rows = np.concatenate([one, other])
     rows = rows[np.lexsort([rows[:, 1], rows[:, 0]])]
     another = rows[1:, 0] != rows[:-1, 0]

@@ -46,7 +46,14 @@ SCHEMAS = MappingProxyType(
             ]
         ),
         "fluctuation": pa.schema(
-            [*_PLACE, ("rank", pa.int32()), ("token", pa.int64()), ("last_fluctuation", pa.int64())]
+            [
+                *_PLACE,
+                ("rank", pa.int32()),
+                ("token", pa.int64()),
+                ("last_fluctuation", pa.int64()),
+                ("expert_there", pa.int32()),
+                ("final_expert", pa.int32()),
+            ]
         ),
     }
 )
@@ -128,8 +135,14 @@ def _fluctuation(counts: Counts, schema: pa.Schema) -> pa.Table:
     pieces = [schema.empty_table()]
     for key, latest in counts.named("fluctuation"):
         rank, token = rank_and_token(latest[:, 0])
-        last = pa.array(latest[:, 1], mask=latest[:, 1] < 0)
-        columns = _repeated(key, len(latest)) | {"rank": rank, "token": token, "last_fluctuation": last}
+        _, last, there, final = latest.T
+        columns = _repeated(key, len(latest)) | {
+            "rank": rank,
+            "token": token,
+            "last_fluctuation": pa.array(last, mask=last < 0),
+            "expert_there": pa.array(there, mask=(last < 0) | (there < 0)),
+            "final_expert": final,
+        }
         pieces.append(pa.table(columns).cast(schema))
     return pa.concat_tables(pieces)
 

@@ -81,15 +81,6 @@ def test_the_tokens_that_moved_last_are_those_of_the_files(opened):
     assert not test.exception, test.exception
 
 
-def test_of_many_that_moved_the_latest_are_listed_and_all_can_be_opened(opened, open_page, monkeypatch):
-    monkeypatch.setattr("app.views.settling.MOVERS", 5)
-    test = open_page("settling", run="run", layer=3)
-    few, every = (one for one in tables(test) if "final expert" in one)
-    assert any(f"The last 5 of {len(every)} that moved" in one.value for one in test.caption)
-    assert len(every) > 5
-    pd.testing.assert_frame_equal(few, every.head(5))
-
-
 def test_without_probes_it_says_what_to_do(shown, open_page):
     write_planted(shown / "run", Planted(steps=20))
     test = open_page("settling", run="run")
