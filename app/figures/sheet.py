@@ -187,7 +187,11 @@ class _Figure(go.Figure):
             raise AttributeError(name)
         data, layout = self.__dict__.pop("plain")
         super().__init__(data, layout, _validate=False)
+        self._validate = True  # from here on it is a person's
         return getattr(self, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return go.Figure, (self.to_dict(),)  # as a copy it is plotly's
 
     def to_dict(self) -> dict[str, Any]:
         if "plain" not in vars(self):
@@ -195,7 +199,7 @@ class _Figure(go.Figure):
         if self.sent is None:
             data, layout = self.plain
             self.__dict__["sent"] = _sendable({"data": data, "layout": layout})
-        return cast("dict[str, Any]", self.sent)
+        return {"data": list(self.sent["data"]), "layout": dict(self.sent["layout"])}
 
 
 def with_layout(figure: go.Figure, **settings: Any) -> go.Figure:

@@ -10,11 +10,13 @@ from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 from in_process import routescope
 from streamlit.testing.v1 import AppTest
 from streamlit.util import calc_hash
 
+from app.figures.sheet import Sheet
 from recorder.training import corpus as corpus_module
 from recorder.writer import RunWriter
 
@@ -22,6 +24,11 @@ MAIN = Path(__file__).resolve().parents[2] / "app" / "main.py"
 SAMPLES = MAIN.parents[1] / "sample_runs"
 TIMEOUT_S = 60  # AppTest's own 3 s are too few on a busy machine
 LAYERS = (1, 3)
+# tests of figures, and of the pages that draw the others
+FIGURES = (
+    *("test_figures", "test_token_search", "test_view_coactivation", "test_view_compare_many", "test_view_dispatch"),
+    *("test_view_layouts_models", "test_view_routing_lab", "test_view_settling", "test_view_specialisation"),
+)
 
 
 def _write_run(
@@ -145,3 +152,18 @@ def open_page() -> Callable[..., AppTest]:
         return test.run()
 
     return open_
+
+
+@pytest.fixture(autouse=True)
+def _figures_are_checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plotly checks every property of every figure, where each kind is drawn: `Sheet` itself does not."""
+    if not request.path.name.startswith(FIGURES):
+        return
+    build = Sheet.figure
+
+    def checked(sheet: Sheet) -> go.Figure:
+        figure = build(sheet)
+        go.Figure(figure.to_dict())  # raises ValueError for what is no property, or no value of it
+        return figure
+
+    monkeypatch.setattr(Sheet, "figure", checked)

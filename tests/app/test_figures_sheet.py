@@ -1,6 +1,8 @@
 """A figure built as plain data is the one that plotly itself would have built."""
 
+import copy
 import json
+import pickle
 from typing import Any
 
 import numpy as np
@@ -96,3 +98,22 @@ def test_what_is_none_is_left_out_and_nothing_is_shared():
     assert trace == {"type": "scatter", "x": [None, 1], "line": {"width": 2}}
     assert line == {"color": None, "width": 2}
     assert json.loads(one.to_json())["layout"]["legend"] == {"font": {"size": 9}}
+
+
+def test_for_a_person_it_is_a_figure_of_plotly():
+    sheet = Sheet(scatter(x=np.arange(3), y=[1, 2, 3]))
+    sheet.update_layout(height=300)
+    for copied in (
+        copy.deepcopy(sheet.figure()),
+        pickle.loads(pickle.dumps(sheet.figure())),
+        go.Figure(sheet.figure()),
+    ):
+        assert (type(copied), copied.layout.height) == (go.Figure, 300)
+        assert sent(copied)["data"] == sent(sheet.figure())["data"]
+    figure = sheet.figure()
+    figure.to_dict()["layout"]["height"] = 1
+    assert figure.layout.height == 300
+    figure.update_layout(height=200)
+    assert figure.to_dict()["layout"]["height"] == 200
+    with pytest.raises(ValueError, match="no_such_property"):
+        figure.update_layout(no_such_property=1)
