@@ -21,7 +21,7 @@ import pandas as pd
 import pyarrow as pa
 import streamlit as st
 
-from app import folders, health, layer_keys, run_labels, token_search
+from app import columns, folders, health, layer_keys, run_labels, token_search
 from app.figures.inputs import LoadSeries
 from app.layer_stats import LayerStats
 from app.words import step_word
@@ -485,7 +485,7 @@ def _once(frame: pd.DataFrame, *key: str) -> pd.DataFrame:
 def _loads_problem(run: Run) -> str | None:
     for layer in run.moe_layers:
         column = run.layer_stats(int(layer["index"]), run.main_phase, router=layer.get("router"))["load"]
-        lists = pa.chunked_array([pa.array(column)]).combine_chunks()
+        lists = columns.array(column)
         where = f"in layer_stats, the loads of layer {layer['index']}"
         if lists.null_count:
             kind = step_word(run.main_phase).removesuffix(" step")
@@ -502,7 +502,7 @@ def _loads_problem(run: Run) -> str | None:
 
 def _matrix(column: pd.Series, num_experts: int) -> np.ndarray:
     """A column of lists as float64 (S, E); a row that is null or of another length becomes NaN."""
-    lists = pa.chunked_array([pa.array(column)]).combine_chunks()
+    lists = columns.array(column)
     matrix_SE = np.full((len(lists), num_experts), np.nan)
     if len(lists) == 0 or pa.types.is_null(lists.type):
         return matrix_SE

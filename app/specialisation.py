@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from app import columns
 from app.words import percent, value
 
 MUCH = 2.0  # times what other domains give an expert, from which on it is called theirs
@@ -92,14 +92,13 @@ def tokens_of(vocabulary: pd.DataFrame, expert: int, load: int, min_occurrences:
 
 def _flat(lists: pd.Series) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What stands in a column of lists, one after the other, with the row of each."""
-    array = pa.array(lists, from_pandas=True)
-    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    array = columns.array(lists)
     return pc.list_parent_indices(array).to_numpy(), pc.list_flatten(array).to_numpy()
 
 
 def _pairs(rows: pd.DataFrame, *names: str) -> list[tuple[int | None, ...]]:
     """Two columns of whole numbers, row by row."""
-    return list(zip(*(pa.array(rows[name], from_pandas=True).to_pylist() for name in names), strict=True))
+    return list(zip(*(columns.values(rows[name]) for name in names), strict=True))
 
 
 def experts_of(row: pd.Series) -> pd.DataFrame:
@@ -114,9 +113,9 @@ def examples(decisions: pd.DataFrame, tokens: pd.DataFrame, expert: int, most: i
 
     Spread over all that there are, at most `most`. Empty where no text was recorded.
     """
-    columns = ["before", "token", "after", "sequence", "position"]
+    shown = ["before", "token", "after", "sequence", "position"]
     if tokens.empty or tokens["text"].isna().all():
-        return pd.DataFrame(columns=columns)
+        return pd.DataFrame(columns=shown)
     ordered = tokens.sort_values(["rank", "sequence", "position"])
     choices, experts = _flat(decisions["experts"])
     takes = decisions.iloc[np.unique(choices[experts == expert])]
@@ -124,7 +123,7 @@ def examples(decisions: pd.DataFrame, tokens: pd.DataFrame, expert: int, most: i
     keys = _pairs(ordered, "rank", "token")
     places = [place for place, key in enumerate(keys) if key in chosen]
     every = max(1, -(-len(places) // most))
-    texts = [text or "" for text in pa.array(ordered["text"], from_pandas=True).to_pylist()]
+    texts = [text or "" for text in columns.values(ordered["text"])]
     sequences = _pairs(ordered, "rank", "sequence")
     rows = []
     for place in places[::every]:
@@ -133,4 +132,4 @@ def examples(decisions: pd.DataFrame, tokens: pd.DataFrame, expert: int, most: i
         before = "".join(texts[n] for n in same if n < place)
         after = "".join(texts[n] for n in same if n > place)
         rows.append((before, texts[place], after, sequences[place][1], int(ordered["position"].iloc[place])))
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=shown)

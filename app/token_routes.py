@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from app import columns
 from app.figures.theme import OKABE_ITO
 from app.figures.token_text import TokenRows
 
@@ -64,7 +65,7 @@ def join(decisions: pd.DataFrame, tokens: pd.DataFrame) -> Routes:
     order = np.lexsort((position_T, sequence_T))
     row_T = joined["row"].to_numpy(np.int64)[order]
     sorted_ = joined.iloc[order]
-    text_T, token_id_T = _optional(sorted_["text"]), _optional(sorted_["token_id"])
+    text_T, token_id_T = columns.values(sorted_["text"]), columns.values(sorted_["token_id"])
     has_text = any(text is not None for text in text_T)
     if not has_text and all(token_id is None for token_id in token_id_T):
         text_T = [f"#{position}" for position in position_T[order]]
@@ -75,7 +76,7 @@ def join(decisions: pd.DataFrame, tokens: pd.DataFrame) -> Routes:
         experts_TK=experts_TK[row_T],
         weights_TK=weights_TK[row_T],
         kept_TK=None if kept_TK is None else kept_TK[row_T],
-        domain_T=_optional(sorted_["domain"]),
+        domain_T=columns.values(sorted_["domain"]),
         token_id_T=token_id_T,
     )
     return Routes(
@@ -216,7 +217,7 @@ def numbers(rows: TokenRows) -> pd.DataFrame:
 
 def _matrix(column: pd.Series, *, fill: float, width: int | None = None) -> np.ndarray:
     """A column of lists as (T, K) float64; what is missing, or beyond the end of a shorter list, is `fill`."""
-    lists = pa.chunked_array([pa.array(column)]).combine_chunks()
+    lists = columns.array(column)
     if pa.types.is_null(lists.type):
         return np.full((len(lists), width or 0), fill)
     lengths_T = np.asarray(pc.list_value_length(lists).fill_null(0))
@@ -227,8 +228,3 @@ def _matrix(column: pd.Series, *, fill: float, width: int | None = None) -> np.n
     values = lists.drop_null().flatten().cast(pa.float64()).to_numpy(zero_copy_only=False)
     matrix_TK[np.arange(widest) < lengths_T[:, None]] = np.where(np.isnan(values), fill, values)
     return matrix_TK
-
-
-def _optional(column: pd.Series) -> list[Any]:
-    """The values of a column as Python's, None where there is none."""
-    return pa.array(column, from_pandas=True).to_pylist()

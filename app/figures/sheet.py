@@ -127,12 +127,8 @@ class Sheet:
         name = self._name(row, col)
         self.data.append({**trace, "xaxis": f"x{name}", "yaxis": f"y{name}"})
 
-    def add_shape(self, *, row: int | None = None, col: int | None = None, **settings: Any) -> None:
-        """Draw a shape; `xref` and `yref` "... domain" are of the panel, others its axes."""
-        self._place("shapes", settings, row, col)
-
     def add_annotation(self, *, row: int | None = None, col: int | None = None, **settings: Any) -> None:
-        """Write a text; where it stands as in `add_shape`."""
+        """Write a text; `xref` and `yref` "... domain" are of the panel, others its axes."""
         self._place("annotations", settings, row, col)
 
     def add_hline(self, y: float, *, row: int | None = None, col: int | None = None, **settings: Any) -> None:

@@ -5,10 +5,9 @@ Shapes: D domains, E experts.
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import streamlit as st
 
-from app import charts, data, glossary, layer_keys, navigation, specialisation, state
+from app import charts, columns, data, glossary, layer_keys, navigation, specialisation, state
 from app.figures.domain_matrix import domain_matrix
 from app.text import plain
 from app.views import one_layer
@@ -122,10 +121,10 @@ def _tokens_of_expert(
 def _experts_of_token(layer: layer_keys.Label, vocabulary: pd.DataFrame) -> None:
     st.subheader("Where a token goes", anchor=False)
     frequent = vocabulary.sort_values(["occurrences", "token_id"], ascending=[False, True]).head(MAX_TOKENS)
-    columns = (pa.array(frequent[name]).to_pylist() for name in ("token_id", "text", "occurrences"))
+    about = (columns.values(frequent[name]) for name in ("token_id", "text", "occurrences"))
     names = {
         str(token_id): f"{'' if text is None else repr(text)} (id {token_id}, {times:,} times)"
-        for token_id, text, times in zip(*columns, strict=True)
+        for token_id, text, times in zip(*about, strict=True)
     }
     ids = list(names)
     token = state.pick_option("token", "Token", ids, format_func=names.__getitem__, as_list=True)
